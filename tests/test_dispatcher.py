@@ -60,3 +60,19 @@ def test_transforms_and_traces_see_the_op(monkeypatch: pytest.MonkeyPatch) -> No
     graph = torch.jit.trace(lambda t: moe_ops.activate(t), y, check_trace=False).graph
     assert "moe_ops::activate" in str(graph)
     assert len(through) == 2
+
+
+def test_a_custom_operator_records_nothing() -> None:
+    """It runs below autograd, where torch's own operators record nothing either, though what the
+    operator holds requires grad. Calls like it that are not in there are recorded."""
+    x, w = torch.randn(4, 8), torch.randn(2, 6, 8, requires_grad=True)
+    ends = torch.tensor([3, 4], dtype=torch.int32)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return moe_ops.expert_gemm(x, w, ends)
+
+    held = torch.library.custom_op("moe_ops_test::product", product, mutates_args=())
+    for _ in range(3):
+        assert not held(x).requires_grad
+        assert product(x).requires_grad
+    torch.testing.assert_close(held(x), product(x).detach())

@@ -27,6 +27,7 @@ from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registrati
 from moe_ops.registry.rules import Rules, sharding
 from moe_ops.registry.watched import (
     autocasting,
+    below_autograd,
     compiling,
     counting,
     dispatch_modes,
@@ -137,6 +138,8 @@ class Op(Registration):
                 self.check(call)
                 if self._by_formula(call, args, kwargs):
                     assert self.formula is not None
+                    if below_autograd():  # what runs is not kept: other calls like it are recorded
+                        return self._run(*args, **kwargs)
                     return recorded(self.formula, self.arguments, call)
                 backend = self.pick(call)
                 out = backend.run(call)

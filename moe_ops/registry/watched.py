@@ -19,6 +19,7 @@ dispatch_modes, function_modes = _C._len_torch_dispatch_stack, _C._len_torch_fun
 transforms, tracing = _C._are_functorch_transforms_active, _C._is_tracing
 profiler = _C._autograd._profiler_enabled
 autocasting = _C._is_any_autocast_enabled
+_AUTOGRAD = _C.DispatchKey.AutogradFunctionality
 
 
 def watched() -> bool:
@@ -31,6 +32,12 @@ def run_as(name: str, run: Callable[[Any], Any], call: Any) -> Any:
     """What runs a call, under a name in the trace of the profiler that looks on."""
     with record_function(name):
         return run(call)
+
+
+def below_autograd() -> bool:
+    """Whether the caller runs below autograd, as a custom operator does: torch's operators record
+    nothing there, whatever requires grad."""
+    return _C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
 
 
 def counting() -> bool:

@@ -18,6 +18,7 @@ from moe_ops.conformance import Only, examine
 from moe_ops.conformance.adapter_samples import FORMS, PAIRS, adapters
 from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.samples import samples
+from moe_ops.kernels.triton.experts.adapters import turned
 from moe_ops.ops.adapters import ADAPTER
 from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import quantize
@@ -173,6 +174,22 @@ def test_ranks_that_lie_far_apart(kernel: str, name: str) -> None:
     with poisoned():
         got = KERNELS[kernel].run(experts_adapted.call(*args))
     assert torch.equal(got, run(kernel, call))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 1, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 5, 70), (2, 33, 129), (1, 1, 1)], ids=str)
+def test_a_is_transposed_from_any_strides(
+    sizes: tuple[int, int, int], order: tuple[int, ...]
+) -> None:
+    """As the kernel for Hopper reads it: columns of a last tile, and ranks that fill none."""
+    G, rank, _ = sizes
+    laid = torch.randn([sizes[i] for i in order], device=DEVICE, dtype=F16)
+    a_GrD, b_GFr = laid.permute(order), torch.randn(G, 4, rank, device=DEVICE, dtype=F16)
+    with poisoned():
+        narrows, widens = turned((a_GrD, b_GFr), True)
+    assert narrows is not None and widens is not None
+    assert widens.is_contiguous() and torch.equal(widens, a_GrD.transpose(1, 2))
+    assert torch.equal(narrows, b_GFr.transpose(1, 2))
 
 
 def _here(value: Any) -> Any:

@@ -149,7 +149,10 @@ def test_a_descriptor_is_encoded_once_for_an_address(monkeypatch: pytest.MonkeyP
         assert maps == [first, second]
     assert all(len(d.encoded) <= 2 for d in launch.descriptors)
     encoded.clear()
-    launch.run([16, 64 - 8], STREAM)
+    launch.run([112, 128 - 8], STREAM)
+    assert encoded == [112, 128]  # each once, though both are new
+    encoded.clear()
+    launch.run([112, 128 - 8], STREAM)
     assert not encoded
 
 
@@ -178,6 +181,26 @@ class Unknown(Launcher):
 
     def __call__(self, x: int, y: int, z: int, stream: Any, function: Any, *args: Any) -> None:
         self.to(x, y, z, stream, function, *args)
+
+
+class Behind(Launcher):
+    """It has the arguments of the kernel as one tuple, and something else behind them."""
+
+    def __call__(self, x: int, y: int, z: int, stream: Any, function: Any, *args: Any) -> None:
+        self.launch(x, y, z, stream, function, args, ["annotation"])
+
+
+def test_addresses_that_are_not_found_again_are_given_to_the_launcher() -> None:
+    a, b = torch.zeros(4), torch.zeros(4)
+    launcher = Behind(False)
+    launch = recorded(compiled(launcher), (5, 2), given(a, b, False), place_of(a, b))
+    assert launch.function is launcher
+    launch.run([16, 64 - 8], STREAM)
+    assert called[-1][3] == STREAM and {16, 64} <= {*filter(_is_int, called[-1][5])}
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int
 
 
 @pytest.mark.parametrize("kind", [Otherwise, Scratch, Watched, Unknown])

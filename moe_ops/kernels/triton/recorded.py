@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import CellType, FunctionType, NoneType
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 Place = tuple[int, int]  # which of a call's bases, and the bytes from its beginning
 Function = Callable[..., Any]
+Encode = Callable[[list[int]], list[Any]]  # of the address of each descriptor of a launch
 
 MOST_ENCODED = 1024  # addresses of one TMA descriptor
 
@@ -48,16 +48,12 @@ class _Descriptor:
 
     at: int
     place: Place
-    encode: Callable[[int], Any]
     encoded: dict[int, Any] = field(default_factory=dict)
 
-    def at_address(self, address: int) -> Any:
-        found = self.encoded.get(address)
-        if found is None:
-            if len(self.encoded) >= MOST_ENCODED:
-                self.encoded.clear()
-            found = self.encoded[address] = self.encode(address)
-        return found
+    def keep(self, address: int, made: Any) -> None:
+        if len(self.encoded) >= MOST_ENCODED:
+            self.encoded.clear()
+        self.encoded[address] = made
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +67,7 @@ class Launch:
     stream_at: int  # in `head` or, without one, in `args`
     places: list[tuple[int, int, int]]  # of addresses in `args`: base and offset
     descriptors: list[_Descriptor]
+    encode: Encode  # all descriptors at once: what is around that takes as long as a few of them
 
     def run(self, bases: Sequence[int], stream: int) -> None:
         """Launch for tensors at these addresses."""
@@ -78,7 +75,11 @@ class Launch:
         for at, base, offset in self.places:
             args[at] = bases[base] + offset
         for d in self.descriptors:
-            args[d.at] = d.at_address(bases[d.place[0]] + d.place[1])
+            found = d.encoded.get(bases[d.place[0]] + d.place[1])
+            if found is None:
+                self._encode_for(args, bases)
+                break
+            args[d.at] = found
         if self.head is None:
             args[self.stream_at] = stream
             self.function(*args)
@@ -86,6 +87,14 @@ class Launch:
             head = self.head.copy()
             head[self.stream_at] = stream
             self.function(*head, tuple(args))
+
+    def _encode_for(self, args: list[Any], bases: Sequence[int]) -> None:
+        """Put all descriptors into `args`, and keep them."""
+        addresses = [bases[d.place[0]] + d.place[1] for d in self.descriptors]
+        made = self.encode(addresses)
+        for d, address, value in zip(self.descriptors, addresses, made, strict=True):
+            args[d.at] = value
+            d.keep(address, value)
 
 
 def recorded(
@@ -105,15 +114,19 @@ def recorded(
     launcher = compiled.run
     places = [place_of(address) for address in at_first.values()]
     made = _within(launcher, head, kept, at_first, places)
-    return made or _launch(
-        launcher,
-        None,
-        [*head, *kept],
-        [
-            _Descriptor(at=len(head) + at, place=place, encode=partial(moved, kept[at]))
-            for at, place in zip(at_first, places, strict=True)
-        ],
-    )
+    if made is not None:
+        return made
+    behind_head = [len(head) + i for i in at_first]
+    firsts = [kept[i] for i in at_first]
+
+    def encode(addresses: list[int]) -> list[Any]:
+        return list(map(moved, firsts, addresses))
+
+    return _launch(launcher, None, [*head, *kept], _descriptors(behind_head, places), encode)
+
+
+def _descriptors(at: Sequence[int], places: Sequence[Place]) -> list[_Descriptor]:
+    return [_Descriptor(at=i, place=place) for i, place in zip(at, places, strict=True)]
 
 
 def moved(descriptor: Any, address: int) -> Any:
@@ -145,26 +158,25 @@ def _within(
         for at, value in enumerate(of_kernel)
         if id(value) not in before and not isinstance(value, (int, float, str, NoneType))
     ]
-    if len(encoded) != len(at_first):
+    marks = _marks([*given[:-1], *of_kernel] if as_one else given)
+    if len(encoded) != len(at_first) or marks != _marks([*head, *args]):
         return None
 
-    def encode(at: int, address: int) -> Any:
-        elsewhere = [
-            moved(value, address) if i in at_first else value for i, value in enumerate(args)
-        ]
+    def encode(addresses: list[int]) -> list[Any]:
+        elsewhere = list(args)
+        for at, address in zip(at_first, addresses, strict=True):
+            elsewhere[at] = moved(args[at], address)
         again = _noted(launcher, [*head, *elsewhere])
         assert again is not None
-        return (again[1][-1] if as_one else again[1])[at]
+        made = again[1][-1] if as_one else again[1]
+        return [made[at] for at in encoded]
 
-    return _launch(
-        function,
-        given[:-1] if as_one else None,
-        of_kernel,
-        [
-            _Descriptor(at=at, place=place, encode=partial(encode, at))
-            for at, place in zip(encoded, places, strict=True)
-        ],
-    )
+    ahead = given[:-1] if as_one else None
+    return _launch(function, ahead, of_kernel, _descriptors(encoded, places), encode)
+
+
+def _marks(values: Sequence[Any]) -> int:
+    return sum(isinstance(value, _Mark) for value in values)
 
 
 def _noted(launcher: Any, given: list[Any]) -> tuple[Function, list[Any]] | None:
@@ -192,8 +204,9 @@ def _noted(launcher: Any, given: list[Any]) -> tuple[Function, list[Any]] | None
 
 
 def _launch(
-    function: Function, head: list[Any] | None, args: list[Any], descriptors: list[_Descriptor]
-) -> Launch:
+    function: Function, head: list[Any] | None, args: list[Any], descriptors: list[_Descriptor],
+    encode: Encode,
+) -> Launch:  # fmt: skip
     """A launch by a function that was given these arguments."""
     marked = [(at, v.place) for at, v in enumerate(args) if isinstance(v, _Mark)]
     (stream_at,) = [
@@ -206,4 +219,5 @@ def _launch(
         stream_at=stream_at,
         places=[(at, *place) for at, place in marked if place is not None],
         descriptors=descriptors,
+        encode=encode,
     )
