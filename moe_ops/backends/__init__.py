@@ -14,6 +14,7 @@ from moe_ops.backends import (
     triton_decode,
     triton_decoded,
     triton_gemm,
+    triton_linears,
     triton_quantize,
     triton_ranks,
     triton_training,
@@ -22,5 +23,5 @@ from moe_ops.backends import (
 __all__ = [
     "aten", "aten_decode", "cpu", "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push",
     "triton", "triton_adapters", "triton_decode", "triton_decoded", "triton_gemm",
-    "triton_quantize", "triton_ranks", "triton_training",
+    "triton_linears", "triton_quantize", "triton_ranks", "triton_training",
 ]  # fmt: skip

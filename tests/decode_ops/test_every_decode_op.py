@@ -27,7 +27,10 @@ def args_of(name: str) -> tuple[Any, ...]:
 
 
 CALLS = {name: args_of(name) for name in DECODE_MAKERS}
-ON_CPU = {"one_query_latents": "aten"}  # what runs a call here, where it is not the definition
+ON_CPU = {
+    "one_query_latents": "aten",
+    "quantized_linears": "dequantize",
+}  # what runs a call here, where it is not the definition
 each_op = pytest.mark.parametrize("name", DECODE_OPS)
 
 
