@@ -97,10 +97,7 @@ def quantized_linears(call: QuantizedLinearsCall) -> list[Tensor]:
 
     x_TK: float [T, K]; weights: packed codes [N_g, K packed]; scales and zeros (uint8, of formats
     that have them): [groups of N_g, groups of K]; global_scales: one float32, or None; biases:
-    float [N_g], or None; w_format: as `quantize` takes it. On a GPU weights may be read ahead of
-    the end of the launch before: what writes them must have ended two launches ago, as for
-    parameters it has.
-
+    float [N_g], or None; w_format: as `quantize` takes it.
     Raises ValueError or TypeError for wrong shapes, dtypes, devices and formats.
     """
     x_TK = call.x_TK.float()
