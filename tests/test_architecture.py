@@ -85,7 +85,7 @@ MAY_IMPORT = {
     ),
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
-    "exporting": May(OP | {"hf", "quant"}, RUNTIMES),
+    "exporting": May(OP | {"decode_ops", "hf", "quant"}, RUNTIMES),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
         BACKEND | {"conformance", "exporting", "hf", "installed", "library", "passes"} | {"warm"},

@@ -61,9 +61,11 @@ class Found:
 
 def find(model: PreTrainedModel, linear_format: str | None, head_format: str | None) -> Found:
     """The linear layers in decoder layers that are to hold codes, and the head; of those that
-    cannot, the reasons."""
+    cannot, the reasons. Raises ValueError for some that do already."""
+    head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        asked = head_format if module is head else linear_format
+        if isinstance(module, QuantizedLinear) and asked is not None:
             raise ValueError(f"{name} is quantised already; load the model again")
     found = Found(linears={}, head={}, kept={})
     if linear_format is not None:
@@ -74,7 +76,6 @@ def find(model: PreTrainedModel, linear_format: str | None, head_format: str | N
             else:
                 found.kept[name] = reason
     if head_format is not None:
-        head = model.get_output_embeddings()
         name = next((n for n, m in model.named_modules() if m is head), "the head")
         reason = _refusal_of_head(model, name, head, head_format)
         if reason is None:

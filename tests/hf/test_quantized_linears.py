@@ -22,7 +22,7 @@ from moe_ops.hf.quantized_linear import QuantizedLinear
 from moe_ops.quant.formats import Format
 from moe_ops.testing import Tol, assert_close
 from tests.chosen import in_turn
-from tests.hf import families
+from tests.hf import families, published
 from tests.hf.coded_linears import FORMATS, MAKERS, coded, in_floats, tied
 from tests.hf.test_quantize import logits, qwen
 from tests.hf.test_saved import FILE, check_same
@@ -196,6 +196,43 @@ def test_experts_in_codes_stay_and_are_saved_so(tmp_path: Path) -> None:
     check_same(model, type(model).from_pretrained(tmp_path))
 
 
+def test_a_model_that_was_loaded_in_codes_gets_more(tmp_path: Path) -> None:
+    model = qwen()
+    moe_ops.quantize_model(model, "mxfp4_w4a16", progress=False)
+    model.save_pretrained(tmp_path / "one")
+    loaded = type(model).from_pretrained(tmp_path / "one")
+    moe_ops.quantize_model(loaded, None, linear_format=FP8, head_format=INT4, progress=False)
+    loaded.save_pretrained(tmp_path / "two")
+    again = type(model).from_pretrained(tmp_path / "two")
+    check_same(loaded, again)
+    assert torch.equal(logits(again), logits(loaded))
+
+
+def test_a_checkpoint_of_others_gets_codes_outside_of_experts(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    published.write(tmp_path / "one", published.LAYOUTS["gptq_int4"])
+    model = moe_ops.from_checkpoint(tmp_path / "one", progress=False)
+    report = moe_ops.quantize_model(
+        model, None, linear_format="int8:row", head_format="int8:row", progress=False
+    )
+    assert report.linears is not None and report.linears.modules == len(coded(model)) - 1
+    model.save_pretrained(tmp_path / "two")
+    loaded = type(model).from_pretrained(tmp_path / "two")
+    check_same(model, loaded)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_experts_after_linear_layers(tmp_path: Path) -> None:
+    model = qwen()
+    moe_ops.quantize_model(model, None, linear_format=FP8, progress=False)
+    moe_ops.quantize_model(model, "int8_w8a16", progress=False)
+    moe_ops.quantize_model(model, None, head_format=INT4, progress=False)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    check_same(model, loaded)
+    assert len(coded(loaded)) == 9
+
+
 def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = quantized()
     model.save_pretrained(tmp_path)
@@ -256,8 +293,9 @@ def test_wrong_arguments() -> None:
         moe_ops.quantize_model(model, None, linear_format=8, progress=False)
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     done = quantized()
-    with pytest.raises(ValueError, match="q_proj is quantised already; load the model again"):
-        moe_ops.quantize_model(done, None, head_format=FP8, progress=False)
+    for format, name in (("head_format", "lm_head"), ("linear_format", "q_proj")):
+        with pytest.raises(ValueError, match=f"{name} is quantised already; load the model again"):
+            moe_ops.quantize_model(done, None, **{format: FP8}, progress=False)
 
 
 def test_state_dicts_of_others_are_refused() -> None:
