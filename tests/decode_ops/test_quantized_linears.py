@@ -69,7 +69,8 @@ def test_a_cpu_decodes_blocks_of_rows(
     each = 1 if down < 0 else down
     assert all(start % each == 0 for start, _ in seen) and seen[-1][1] == 300
     assert all((stop - start) * 256 <= max(most, each * 256) for start, stop in seen)
-    for got, want in zip(run(call), quantized_linears.body(call), strict=True):
+    made = dequantize.linears_by_blocks(call)
+    for got, want in zip(made, quantized_linears.body(call), strict=True):
         assert_close(got, want, TOL)
 
 

@@ -70,7 +70,7 @@ def test_explain_lists_them() -> None:
     ]
     q, head = found.linears[0], found.linears[-1]
     assert (q.bytes, head.bytes) == (2 * 64 * (32 + 2 * (4 + 1)), 64 * (64 + 4))
-    assert {of.runs for of in found.linears} == {"dequantize"}
-    assert "lm_head: float8_e4m3fn:row [64, 64], 4.35 kB, by dequantize" in str(found)
+    assert {of.runs for of in found.linears} == {"cpu"}
+    assert "lm_head: float8_e4m3fn:row [64, 64], 4.35 kB, by cpu" in str(found)
     (merges,) = [p.rewrites for p in found.passes if p.name == "merge_quantized_linears"]
     assert merges == 2
