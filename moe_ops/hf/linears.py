@@ -167,9 +167,12 @@ def _refusal(model: PreTrainedModel, name: str, linear: nn.Linear, format: str) 
     """Why a linear layer of a decoder layer keeps its weight, or None."""
     path, _, own = name.rpartition(".")
     parent = model.get_submodule(path)
+    within = _within(model, path)
+    if any(hasattr(module, "base_layer") for module in within.values()):
+        return "is, or has, an adapter of peft; merge it first"
     if any(hasattr(child, "has_gate") for child in parent.children()):
         return BESIDE
-    if _is_of_router(model, path):
+    if any(ROUTER.search(n) or ROUTER.search(type(m).__name__) for n, m in within.items()):
         return "is a part of a router"
     if hasattr(parent, EXPANDS[0]) and own == EXPANDS[1]:
         return "steps of generate read its weight, in place of what it would expand"
@@ -206,14 +209,12 @@ def _refusal_of(linear: nn.Linear, format: str) -> str | None:
     return refusal(linear.out_features, linear.in_features, format)
 
 
-def _is_of_router(model: PreTrainedModel, path: str) -> bool:
-    """Whether a module, or one that it is in, is a router, by its name or that of its class."""
+def _within(model: PreTrainedModel, path: str) -> dict[str, nn.Module]:
+    """A module and those that it is in, by their names in these."""
     parts = path.split(".")
-    modules = (model.get_submodule(".".join(parts[: n + 1])) for n in range(len(parts)))
-    return any(
-        ROUTER.search(name) or ROUTER.search(type(m).__name__)
-        for name, m in zip(parts, modules, strict=True)
-    )
+    return {
+        f"{n}.{part}": model.get_submodule(".".join(parts[: n + 1])) for n, part in enumerate(parts)
+    }
 
 
 def _reads_weight(cls: type, name: str) -> bool:

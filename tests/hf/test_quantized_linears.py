@@ -123,6 +123,17 @@ def test_what_cannot_hold_codes_is_named(family: str, caplog: pytest.LogCaptureF
     assert f"kept: {next(iter(said))}" in str(report) and reason in caplog.text
 
 
+def test_adapters_of_peft_and_what_they_adapt_stay() -> None:
+    peft = pytest.importorskip("peft")
+    model = qwen()
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=4))
+    report = moe_ops.quantize_model(model, None, linear_format="int8:row", progress=False)
+    assert not any("q_proj" in name for name in coded(model)) and len(coded(model)) == 6
+    kept = {name.partition("q_proj.")[2] for name in report.linears_kept}
+    assert kept == {"base_layer", "lora_A.default", "lora_B.default"}
+    assert all("an adapter of peft" in why for why in report.linears_kept.values())
+
+
 def test_widths_that_a_format_does_not_divide() -> None:
     model = qwen()
     report = moe_ops.quantize_model(
