@@ -3,9 +3,12 @@
     python examples/generate.py --model qwen3-30b --batch 1 8 32 --stock default max-autotune
     python examples/generate.py --experts bfloat16 int4:1x128:bfloat16 --stock none
     python examples/generate.py --experts bfloat16 int4:1x128:bfloat16 --stock none --adapter 16
+    python examples/generate.py --experts int4:1x128:bfloat16 --linears float8_e4m3fn:row \
+        --head float8_e4m3fn:row --stock none
 
 The second also quantises the experts, in place: weights, or weights+inputs, in a format of
-docs/FORMATS.md; the third then gives them an adapter of a rank. Prints decoded tokens per second
+docs/FORMATS.md; the third then gives them an adapter of a rank, and the fourth has linear layers
+and the head in codes. Prints decoded tokens per second
 (between 64 and 128 new tokens), the time of a prompt, of the first call, the memory beyond weights
 and key-value cache, and where a step's time goes. A second run of the same command finds the
 compiled code in torch's caches.
@@ -66,13 +69,14 @@ def say(text: str) -> None:
     print(f"[{time.perf_counter() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
 
 
-def quantize(model: Any, experts: str) -> dict[str, float]:
-    """Quantise the experts to "weights" or "weights+inputs": seconds, and GB of memory at most."""
+def quantize(model: Any, experts: str, **others: str | None) -> dict[str, float]:
+    """Quantise the experts to "weights" or "weights+inputs", unless they are to stay floats, and
+    linear layers and the head to their formats: seconds, and GB of memory at most."""
     weights, _, inputs = experts.partition("+")
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    config = moe_ops.QuantConfig(weights=weights, inputs=inputs)
-    took = seconds(lambda: say(str(moe_ops.quantize_model(model, config))))
+    config = None if experts == FLOAT else moe_ops.QuantConfig(weights=weights, inputs=inputs)
+    took = seconds(lambda: say(str(moe_ops.quantize_model(model, config, **others))))
     peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -275,6 +279,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--experts", nargs="+", default=[FLOAT], metavar="FORMAT",
         help=f"of the experts on our way: {FLOAT}, or what to quantise them to",
     )  # fmt: skip
+    for name, what in (("--linears", "linear layers"), ("--head", "the head")):
+        parser.add_argument(name, metavar="FORMAT", help=f"of {what} on our way")
     parser.add_argument(
         "--adapter",
         type=int,
@@ -313,8 +319,10 @@ def main(arguments: list[str] | None = None) -> None:
             model = None  # quantised, or stored otherwise by now
             gc.collect()  # or there are two models while the next is built
             model = build(args.model, args.layers, device)
-        if experts != FLOAT:
-            report.figures.setdefault("quantising", {})[experts] = quantize(model, experts)
+        others = {"linear_format": args.linears, "head_format": args.head}
+        if experts != FLOAT or any(others.values()):
+            took = quantize(model, experts, **others)
+            report.figures.setdefault("quantising", {})[experts] = took
         measure_ours(args, model, experts, prompts, report)
     if args.stock != ["none"]:
         model = None

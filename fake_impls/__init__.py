@@ -34,6 +34,7 @@ from .normed_linears import normed_linears
 from .one_query import one_query
 from .one_query_latents import one_query_latents
 from .quantize import quantize
+from .quantized_linears import quantized_linears
 from .rope_attention import rope_attention
 from .route import route
 from .state_space_scan import state_space_scan
@@ -69,6 +70,7 @@ __all__ = [
     "one_query",
     "one_query_latents",
     "quantize",
+    "quantized_linears",
     "rope_attention",
     "route",
     "state_space_scan",

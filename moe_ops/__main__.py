@@ -244,6 +244,8 @@ def add_warm(commands: Any) -> None:
     add("--dtype", default="bfloat16", choices=sorted(DTYPES))
     add("--device", choices=("cpu", "cuda"), help="cuda if there is a GPU, else cpu")
     add("--quant", metavar="SCHEME", help="quantise the experts, such as mxfp4_w4a16")
+    add("--linears", metavar="FORMAT", help="linear layers, too, such as float8_e4m3fn:row")
+    add("--head", metavar="FORMAT", help="and the head, such as int8:row")
     add("--layers", type=positive, help="take this many layers only, with random weights")
     add("--tiny", action="store_true", help="shrink every size, with random weights")
     add("--save", metavar="FILE", help="write the caches into a tar file at the end")
@@ -271,8 +273,9 @@ def loaded(args: argparse.Namespace) -> nn.Module:
     else:
         model = auto.from_pretrained(args.model, dtype=DTYPES[args.dtype]).to(device)
     model.requires_grad_(False).eval()
-    if args.quant is not None:
-        quantize_model(model, args.quant, progress=False)
+    others = {"linear_format": args.linears, "head_format": args.head}
+    if args.quant is not None or any(others.values()):
+        quantize_model(model, args.quant, **others, progress=False)
     return model
 
 

@@ -22,6 +22,7 @@ from moe_ops.passes.lift_grouped_mm import lift_grouped_mm
 from moe_ops.passes.lift_router import lift_router
 from moe_ops.passes.lower import lower
 from moe_ops.passes.merge_linears import merge_linears
+from moe_ops.passes.merge_quantized_linears import merge_quantized_linears
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.rewriting.context import Context
 
@@ -38,6 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     pick_backend,
     lower,
     merge_linears,
+    merge_quantized_linears,
     fuse_norm,
     fuse_rope,
     fuse_residual,

@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "ranks": May(frozenset({"checks", "interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
     "kernels": May(frozenset({"interop"}), TRITON),
-    "decode_ops": May(OP | {"fake_impls", "kernels"}),
+    "decode_ops": May(OP | {"fake_impls", "kernels", "quant"}),
     "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "quant", "terminal"}),
     "quant": May(frozenset({"checks", "fake_impls", "interop"})),
     "parallel": May(OP),
@@ -54,7 +54,10 @@ MAY_IMPORT = {
     ),
     "planning": May(OP | {"kernels", "quant", "terminal"}),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
-    "hf": May(BACKEND | {"installed", "main_grad", "prepared"}, TRANSFORMERS | {"safetensors"}),
+    "hf": May(
+        BACKEND | {"decode_ops", "installed", "main_grad", "prepared"},
+        TRANSFORMERS | {"safetensors"},
+    ),
     "published": May(LOW | {"hf", "installed", "layer", "quant", "weights"}, TRANSFORMERS),
     "integrations": May(OP | {"hf"}, frozenset({"torch", "vllm", "kernels"})),
     "forward": May(
@@ -82,7 +85,7 @@ MAY_IMPORT = {
     ),
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
-    "exporting": May(OP | {"hf", "quant"}, RUNTIMES),
+    "exporting": May(OP | {"decode_ops", "hf", "quant"}, RUNTIMES),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
         BACKEND | {"conformance", "exporting", "hf", "installed", "library", "passes"} | {"warm"},

@@ -106,6 +106,7 @@ def test_tables_of_calls_and_caches(caches: dict[str, Path]) -> None:
         (["warm", "qwen3_moe", "--tokens", "0"], "must be an integer above 0, got '0'"),
         (["warm", "qwen3_moee"], "qwen3_moee: transformers has no such model type"),
         (["warm", "qwen3_moe", "--tiny", "--quant", "int9"], "qwen3_moe: "),
+        (["warm", "qwen3_moe", "--tiny", "--head", "int9"], "head_format='int9' is no format"),
         (["warm", "qwen3_moe", "--load", "{folder}/none.tar"], "No such file"),
         (["warm", "qwen3_moe", "--load", "{folder}/empty.tar"], "empty.tar is no tar file"),
         (["warm", "qwen3_moe", "--save", "{folder}"], "--save='{folder}' is a folder"),

@@ -4,6 +4,7 @@ from moe_ops.backends import (
     aten,
     aten_decode,
     cpu,
+    cpu_linears,
     cpu_stages,
     dequantize,
     flashinfer,
@@ -14,13 +15,14 @@ from moe_ops.backends import (
     triton_decode,
     triton_decoded,
     triton_gemm,
+    triton_linears,
     triton_quantize,
     triton_ranks,
     triton_training,
 )
 
 __all__ = [
-    "aten", "aten_decode", "cpu", "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push",
-    "triton", "triton_adapters", "triton_decode", "triton_decoded", "triton_gemm",
-    "triton_quantize", "triton_ranks", "triton_training",
+    "aten", "aten_decode", "cpu", "cpu_linears", "cpu_stages", "dequantize", "flashinfer",
+    "over_ranks", "push", "triton", "triton_adapters", "triton_decode", "triton_decoded",
+    "triton_gemm", "triton_linears", "triton_quantize", "triton_ranks", "triton_training",
 ]  # fmt: skip

@@ -38,6 +38,14 @@ def _element(format: str) -> str:
 
 @keep_by_format
 def _of_formats(w_format: str, x_format: str, D: int, I: int) -> str | None:  # noqa: E741
+    reason, width = refusal_of_weights(w_format, max(D, I)), max(D, I)
+    if reason is not None or not x_format:
+        return reason
+    return _of_inputs(Format.of(x_format), Format.of(w_format), width)
+
+
+def refusal_of_weights(w_format: str, width: int) -> str | None:
+    """Why the kernels cannot read weights of a format with so many columns at most, or None."""
     format = Format.of(w_format)
     if format.element not in kernels.ELEMENTS:
         return f"needs weights of {', '.join(kernels.ELEMENTS)}, got {format.element}"
@@ -45,9 +53,9 @@ def _of_formats(w_format: str, x_format: str, D: int, I: int) -> str | None:  # 
         return f"needs scales of {', '.join(kernels.SCALES)}, got {format.scale}"
     across = format.group[1]
     small = across in SMALL_GROUPS or across % GROUP == 0
-    if across != ALL and not small and across < max(D, I):
+    if across != ALL and not small and across < width:
         return f"needs groups of 32, 64 or a multiple of 128 columns, or of all, got {across}"
-    return _of_inputs(Format.of(x_format), format, max(D, I)) if x_format else None
+    return None
 
 
 def _of_inputs(inputs: Format, weights: Format, width: int) -> str | None:

@@ -1,11 +1,21 @@
-"""Quantised weights on the CPU: one expert at a time is decoded to float32 and multiplied."""
+"""Quantised weights on the CPU: one expert, or some rows of a linear layer, are decoded to float32
+at a time, and multiplied."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moe_ops.checks.shapes import DTYPES
+from moe_ops.decode_ops.quantized_linears import (
+    QuantizedLinearsCall,
+    decoded,
+    linear_of,
+    quantized_linears,
+)
 from moe_ops.ops.expert_gemm import (
     ExpertGemmCall,
     checked_ends,
@@ -14,12 +24,14 @@ from moe_ops.ops.expert_gemm import (
     expert_gemm,
     of_rows,
 )
+from moe_ops.quant.formats import ALL, Format
 from moe_ops.registry.gradients import needs_grad
 
 READS = (
     "bias_EF", "x_scale_RG", "w_scale_EFG", "w_zero_EFG", "global_scale_E",
     "x_format", "w_format", "out_dtype", "x_global_scale_R",
 )  # fmt: skip
+MOST_VALUES = 1 << 21  # of a linear layer that are decoded at once, 8 MiB
 
 
 def supports(call: ExpertGemmCall) -> str | None:
@@ -53,3 +65,44 @@ def multiply_decoded(call: ExpertGemmCall) -> Tensor:
             y_RF[start:end] = y.to(dtype)
         start = end
     return y_RF
+
+
+def supports_linears(call: QuantizedLinearsCall) -> str | None:
+    if needs_grad(call.x_TK, *call.scales, *call.biases):
+        return "is not differentiable, and an argument requires grad"
+    return None
+
+
+@quantized_linears.backend("dequantize", supports=supports_linears, devices=("cpu",), priority=1)
+def linears_by_blocks(call: QuantizedLinearsCall) -> list[Tensor]:
+    """`quantized_linears` with a block of rows of a weight in float32 at a time."""
+    x_TK, outs = call.x_TK.float(), []
+    for g, w_NK in enumerate(call.weights):
+        y_TN = call.x_TK.new_empty(x_TK.shape[0], w_NK.shape[0])
+        for rows, part in blocks(call, g):
+            y_TN[:, rows] = linear_of(x_TK, decoded(part, 0), part.biases[0]).to(y_TN.dtype)
+        outs.append(y_TN)
+    return outs
+
+
+def blocks(call: QuantizedLinearsCall, g: int) -> Iterator[tuple[slice, QuantizedLinearsCall]]:
+    """Rows of a weight, and the call of these alone: whole groups of rows, of MOST_VALUES at most
+    unless a group has more."""
+    (N, _), K, down = call.weights[g].shape, call.x_TK.shape[1], Format.of(call.w_format).group[0]
+    each = 1 if down == ALL else down
+    step = max(1, MOST_VALUES // max(1, each * K)) * each
+    for first in range(0, N, step):
+        rows = slice(first, min(first + step, N))
+        groups = slice(None) if down == ALL else slice(first // down, -(-rows.stop // down))
+        zero, bias = call.zeros[g], call.biases[g]
+        yield (
+            rows,
+            replace(
+                call,
+                weights=[call.weights[g][rows]],
+                scales=[call.scales[g][groups]],
+                zeros=[None if zero is None else zero[groups]],
+                global_scales=[call.global_scales[g]],
+                biases=[None if bias is None else bias[rows]],
+            ),
+        )

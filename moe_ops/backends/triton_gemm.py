@@ -53,20 +53,25 @@ def _refuse_gemm_codes(call: ExpertGemmCall) -> str | None:
         if _gemm_dtype(c) == torch.float16:
             return "has no room in float16 for what codes of inputs may stand for; use bfloat16"
     for codes, scale, name in operands:
-        width = Format.of(name).parsed.unpacked(codes.shape[-1])
-        refusal = triton_formats.refusal(name, "", (width,))
-        if refusal is None and not all(t is None or t.is_contiguous() for t in (codes, scale)):
-            refusal = "needs contiguous codes and scales"
-        words = refusal is None and in_words(triton_formats.weight_of(name, ""))
-        if words and codes.storage_offset() % 4:
-            refusal = "needs codes of four and six bits that begin at a multiple of 4 bytes"
-        least = LEAST_FLOAT8 if codes.dtype == torch.float8_e4m3fn else LEAST_CAPABILITY
-        refusal = refusal or refuse_device(codes, least)
+        refusal = refuse_codes(codes, scale, name)
         if refusal is not None:
             return refusal
     if c.w_zero_EFG is not None and not c.w_zero_EFG.is_contiguous():
         return "needs contiguous zero points"
     return None
+
+
+def refuse_codes(codes: Tensor, scale: Tensor | None, format: str) -> str | None:
+    """Why codes of a format and their scales are not decoded, or None."""
+    width = Format.of(format).parsed.unpacked(codes.shape[-1])
+    refusal = triton_formats.refusal(format, "", (width,))
+    if refusal is None and not all(t is None or t.is_contiguous() for t in (codes, scale)):
+        refusal = "needs contiguous codes and scales"
+    words = refusal is None and in_words(triton_formats.weight_of(format, ""))
+    if words and codes.storage_offset() % 4:
+        refusal = "needs codes of four and six bits that begin at a multiple of 4 bytes"
+    least = LEAST_FLOAT8 if codes.dtype == torch.float8_e4m3fn else LEAST_CAPABILITY
+    return refusal or refuse_device(codes, least)
 
 
 @expert_gemm.backend(
@@ -84,12 +89,12 @@ def grouped_gemm(call: ExpertGemmCall) -> Tensor:
     c, x_RD, w_EFD = call, call.x_RD, call.w_EFD
     if c.w_format and x_RD.shape[0] > 0:
         of_w = (c.w_scale_EFG, c.w_zero_EFG, contiguous(c.global_scale_E))
-        w_EFD = _decoded(w_EFD, of_w, c.w_format, _gemm_dtype(c))
+        w_EFD = values_of(w_EFD, of_w, c.w_format, _gemm_dtype(c))
         if c.x_format:
             assert c.x_scale_RG is not None
             x_global_scale_R = contiguous(c.x_global_scale_R)
             of_x = (c.x_scale_RG[None], None, x_global_scale_R)
-            x_RD = _decoded(x_RD[None], of_x, c.x_format, _gemm_dtype(c))[0]
+            x_RD = values_of(x_RD[None], of_x, c.x_format, _gemm_dtype(c))[0]
     elif c.w_format:
         return x_RD.new_empty(0, w_EFD.shape[1], dtype=_gemm_dtype(c))
     if c.transposed:
@@ -100,7 +105,7 @@ def grouped_gemm(call: ExpertGemmCall) -> Tensor:
     return grouped.grouped_rows(x_RD, ends_E, w_EFD, bias_EF, wgmma=wgmma)
 
 
-def _decoded(
+def values_of(
     codes: Tensor, scales: tuple[Tensor | None, ...], format: str, dtype: torch.dtype
 ) -> Tensor:
     """Values [experts, rows, columns] of codes and their scales: of groups, zero points and of

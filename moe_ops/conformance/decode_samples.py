@@ -8,10 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, make_layer
 
 Calls = dict[str, dict[str, Any]]
 H, N, S, T = 4, 2, 5, 3  # heads, heads of keys, slots, tokens of a prompt
+LISTS = ("weights", "scales", "zeros", "global_scales", "biases")
 
 
 def _convolution_step(case: Case, dtype: torch.dtype) -> Calls:
@@ -83,6 +86,19 @@ def _linears(case: Case, dtype: torch.dtype) -> Calls:
     return {"plain": {"x_TK": torch.randn(case.T, 32).to(dtype), **_weights(dtype)}}
 
 
+def _quantized_linears(case: Case, dtype: torch.dtype) -> Calls:
+    found: Calls = {}
+    for name in ("uint4:1x32", "float8_e4m3fn:row", "mxfp4", "nvfp4", "mxfp6_e2m3"):
+        format, parts = Format.of(name), []
+        for w_NK, b_N in zip(*_weights(dtype).values(), strict=True):
+            common = packing.global_scale_of(w_NK, format) if format.has_global_scale else None
+            done = packing.quantize(w_NK, format, global_scale=common)
+            parts.append((done.values, done.scale, done.zero, common, b_N))
+        lists = zip(LISTS, map(list, zip(*parts, strict=True)), strict=True)
+        found[name] = {"x_TK": torch.randn(case.T, 32).to(dtype), **dict(lists), "w_format": name}
+    return found
+
+
 def _normed_linears(case: Case, dtype: torch.dtype) -> Calls:
     x, gain = torch.randn(case.T, 32).to(dtype), torch.rand(32).to(dtype)
     call = {"x_TK": x, "residual_TK": None, "gain_K": gain, "eps": 1e-6, **_weights(dtype)}
@@ -139,6 +155,7 @@ DECODE_MAKERS: dict[str, Callable[[Case, torch.dtype], Calls]] = {
     "normed_linears": _normed_linears,
     "one_query": _one_query,
     "one_query_latents": _one_query_latents,
+    "quantized_linears": _quantized_linears,
     "rope_attention": _rope_attention,
     "state_space_scan": _state_space_scan,
     "state_space_step": _state_space_step,

@@ -14,6 +14,7 @@ from moe_ops.decode_ops.linears import linears
 from moe_ops.decode_ops.normed_linears import normed_linears
 from moe_ops.decode_ops.one_query import one_query
 from moe_ops.decode_ops.one_query_latents import one_query_latents
+from moe_ops.decode_ops.quantized_linears import quantized_linears
 from moe_ops.decode_ops.rope_attention import rope_attention
 from moe_ops.decode_ops.state_space_scan import state_space_scan
 from moe_ops.decode_ops.state_space_step import state_space_step
@@ -27,6 +28,7 @@ __all__ = [
     "normed_linears",
     "one_query",
     "one_query_latents",
+    "quantized_linears",
     "rope_attention",
     "state_space_scan",
     "state_space_step",

@@ -15,6 +15,7 @@ from moe_ops.decode_ops.linears import LinearsCall, linears
 from moe_ops.decode_ops.normed_linears import NormedLinearsCall, normed_linears
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query
 from moe_ops.decode_ops.one_query_latents import OneQueryLatentsCall, one_query_latents
+from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
 from moe_ops.decode_ops.rope_attention import RopeAttentionCall, attention, rope_attention
 from moe_ops.decode_ops.state_space_scan import CHUNK as CHUNK_OF_SCAN
 from moe_ops.decode_ops.state_space_scan import StateSpaceScanCall, state_space_scan
@@ -30,7 +31,7 @@ def linear_flops(x_TK: Tensor, weights: Sequence[Tensor]) -> int:
     return sum(product(*x_TK.shape, w_NK.shape[0]) for w_NK in weights)
 
 
-def linears_flops(call: LinearsCall | NormedLinearsCall) -> int:
+def linears_flops(call: LinearsCall | NormedLinearsCall | QuantizedLinearsCall) -> int:
     return linear_flops(call.x_TK, call.weights)
 
 
@@ -96,6 +97,8 @@ OF_STEPS = (
 
 ON_A_RANK = "stands in steps alone, whose caches and weights are those of a rank"
 
+CODES_ARE_WHOLE = "multiplies codes, of which each rank has all; give it the tensors of a rank"
+
 RULES: dict[Op, Rules] = {
     convolution_step: Rules(
         flops=convolution_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK
@@ -112,6 +115,9 @@ RULES: dict[Op, Rules] = {
     normed_linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
     one_query: Rules(flops=attention_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
     one_query_latents: Rules(flops=latents_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    quantized_linears: Rules(
+        flops=linears_flops, autocast=("x_TK",), vmap=Batched(("x_TK",)), sharding=CODES_ARE_WHOLE
+    ),
     rope_attention: Rules(flops=rope_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
     state_space_scan: Rules(flops=scan_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
     state_space_step: Rules(

@@ -51,6 +51,8 @@ def add(commands: Any, positive: Callable[[str], int]) -> None:
     put("--random", action="store_true", help="read the config alone, and take random weights")
     put("--layers", type=positive, help="take this many layers only, with random weights")
     put("--quant", metavar="SCHEME", help="quantise the experts, such as uint4:1x32 or int8:row")
+    put("--linears", metavar="FORMAT", help="linear layers, too, such as int8:row")
+    put("--head", metavar="FORMAT", help="and the head, such as int8:row")
     put("--tolerance", type=float, default=TOLERANCE, help="relative to the largest logit, 1e-5")
     options.set_defaults(dtype="float32", device="cpu")
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.checks.shapes import DTYPES
+from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall
 from moe_ops.exporting.codes import as_indexed, cannot, decode, require_makeable
 from moe_ops.exporting.rows import experts_of_rows
 from moe_ops.ops.activate import ActivateCall, activate
@@ -70,6 +71,20 @@ def _finished(y: Tensor, factor: Tensor | None, bias: Tensor | None, dtype: torc
 def is_few(R: int | torch.SymInt, E: int) -> bool:
     """Whether rows, whose number is known, are few enough for each to have a weight of its own."""
     return isinstance(R, int) and min(MOST_GATHERED, E) >= R
+
+
+def quantized_linears(call: QuantizedLinearsCall) -> list[Tensor]:
+    """`quantized_linears` by a product for each weight."""
+    x_TK, outs = call.x_TK.float(), []
+    for g, w_NK in enumerate(call.weights):
+        bias = call.biases[g]
+        values_NK = decode(w_NK, call.scales[g], call.zeros[g], call.w_format)
+        y_TN = _finished(
+            x_TK @ values_NK.t(), call.global_scales[g], None if bias is None else bias.float(),
+            call.x_TK.dtype,
+        )  # fmt: skip
+        outs.append(y_TN)
+    return outs
 
 
 def expert_gemm(call: ExpertGemmCall) -> Tensor:

@@ -117,6 +117,7 @@ PORTABLE: dict[str, Formula] = {
     "dispatch": rows.dispatch,
     "expert_gemm": products.expert_gemm,
     "combine": rows.combine,
+    "quantized_linears": products.quantized_linears,
     "experts": products.experts,
     "experts_adapted": _refuses_adapters,
     **{name: _refuses_ranks(name) for name in OVER_RANKS},

@@ -1,8 +1,11 @@
-"""transformers' `from_pretrained` and `save_pretrained` of models whose experts we quantised."""
+"""transformers' `from_pretrained` and `save_pretrained` of models whose experts, or linear layers,
+we quantised."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -12,6 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.checks.signature import described
 from moe_ops.hf import saved
+from moe_ops.hf.linears import check_linear_format
 from moe_ops.hf.saved import METHOD
 from moe_ops.quant.config import QuantConfig
 
@@ -20,7 +24,9 @@ from moe_ops.quant.config import QuantConfig
 class MoeOpsConfig(QuantizationConfigMixin):
     """What config.json says of quantised experts: the formats of `QuantConfig`, and which stayed.
 
-    kept: the names of the experts modules that hold floats, as the model that was saved has them.
+    weights: empty where all experts hold floats. kept: the names of the experts modules that hold
+    floats, as the model that was saved has them. linears: the names of linear layers in codes, by
+    their formats.
     static_inputs: whether experts hold the scales of their inputs. two_global_scales: whether gate
     and up have a global scale each.
 
@@ -31,6 +37,7 @@ class MoeOpsConfig(QuantizationConfigMixin):
     # Of an object, and so in config.json, only where they are true.
     static_inputs: bool = False
     two_global_scales: bool = False
+    linears: Mapping[str, Sequence[str]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -39,6 +46,7 @@ class MoeOpsConfig(QuantizationConfigMixin):
         kept: list[str] | None = None,
         static_inputs: bool = False,
         two_global_scales: bool = False,
+        linears: dict[str, list[str]] | None = None,
         quant_method: str = METHOD,
         **more: Any,
     ) -> None:
@@ -54,8 +62,15 @@ class MoeOpsConfig(QuantizationConfigMixin):
             check_text(f"{where}: each of kept", name)
         check_type(f"{where}: static_inputs", static_inputs, bool, "true or false")
         check_type(f"{where}: two_global_scales", two_global_scales, bool, "true or false")
+        check_type(f"{where}: linears", linears, (dict, type(None)), "lists of names by formats")
+        for format, names in (linears or {}).items():
+            check_type(f"{where}: each of linears", names, list, "a list of names")
+            for name in names:
+                check_text(f"{where}: each name of linears", name)
+            check_linear_format(f"{where}: linears", format)
         try:
-            self._join(weights, inputs, static_inputs, two_global_scales)
+            if weights or not linears:
+                self._join(weights, inputs, static_inputs, two_global_scales)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{where}: {error}") from error
         self.quant_method = METHOD
@@ -66,9 +81,14 @@ class MoeOpsConfig(QuantizationConfigMixin):
             self.static_inputs = True
         if two_global_scales:
             self.two_global_scales = True
+        if linears:
+            self.linears = {format: list(names) for format, names in linears.items()}
 
     @property
-    def formats(self) -> QuantConfig:
+    def formats(self) -> QuantConfig | None:
+        """The formats of experts; None if all hold floats."""
+        if not self.weights:
+            return None
         flags = self.static_inputs, self.two_global_scales
         return self._join(self.weights, self.inputs, *flags)
 
@@ -80,11 +100,11 @@ class MoeOpsConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class MoeOpsQuantizer(HfQuantizer):
-    """Loads quantised experts as they were saved: codes and scales, and no weights of 16 bits.
+    """Loads quantised weights as they were saved: codes and scales, and no weights of 16 bits.
 
-    Experts get their empty codes on the meta device before anything is read. Names in the files are
-    the model's own, so neither conversions of a family nor a `key_mapping` apply. The model is
-    optimized at the end.
+    Experts and linear layers get their empty codes on the meta device before anything is read.
+    Names in the files are the model's own, so neither conversions of a family nor a `key_mapping`
+    apply. The model is optimized at the end.
 
     Raises ValueError, naming file and tensor, before a weight is read for codes or scales that are
     missing or of another shape or dtype, and after it for scales that are no positive numbers.
@@ -116,7 +136,7 @@ class MoeOpsQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
-        self._wanted = saved.make_empty(model, config.formats, config.kept)
+        self._wanted = saved.make_empty(model, config.formats, config.kept, config.linears)
         self._files = saved.check_files(model, kwargs.get("checkpoint_files"))
         return model
 

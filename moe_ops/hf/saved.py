@@ -1,8 +1,8 @@
-"""Models with quantised experts on disk: what is written of them, and how they are read again."""
+"""Models with quantised weights on disk: what is written of them, and how they are read again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from moe_ops.hf.fits import empty, stored_as
+from moe_ops.hf.linears import linears_of, made_of, replace_everywhere
 from moe_ops.hf.optimize import optimize
+from moe_ops.hf.quantized_linear import FORMAT, QuantizedLinear, refusal
 from moe_ops.hf.stored import (
     INPUT_SCALE,
     PROJECTIONS,
@@ -28,6 +30,7 @@ from moe_ops.quant.formats import Format
 from moe_ops.quant.scales import wrong_scale
 
 METHOD = "moe_ops"  # in config.json
+IN_CODES = (QuantizedExperts, QuantizedLinear)
 AGAIN = "complete the download, or save the model again"
 # What safetensors calls the dtypes of codes, scales and the rest.
 NAMES = {
@@ -39,15 +42,20 @@ NAMES = {
 
 
 def write_config(
-    model: PreTrainedModel, config: QuantConfig, kept: Iterable[str], *, replaces: str = ""
+    model: PreTrainedModel, config: QuantConfig | None, kept: Iterable[str], *, replaces: str = ""
 ) -> None:
-    """Write into the configs of a model and of the models in it how their experts are quantised.
+    """Write into the configs of a model and of the models in it how their experts, and which linear
+    layers, are quantised; without a `config` what was said of experts stays.
 
     `save_pretrained` then saves the tensors under the model's own names, and `from_pretrained`
     finds them. A model that another method than `replaces` quantised beside it cannot be saved.
     """
-    saved = AutoQuantizationConfig.from_dict(fields_of(config, kept))
-    other = _method(getattr(model.config, "quantization_config", None))
+    before = getattr(model.config, "quantization_config", None)
+    other = _method(before)
+    said = fields_of(config, kept)
+    if config is None and before is not None and other == METHOD:
+        said = before if isinstance(before, dict) else before.to_dict()
+    saved = AutoQuantizationConfig.from_dict({**said, **_linears_said(model)})
     if other not in ("", METHOD, replaces):
         refuse_to_save(model, f"beside what {other} quantised, and config.json names one method")
         return
@@ -57,23 +65,39 @@ def write_config(
             module._weight_conversions = []  # of names and layouts, which are left as they are
 
 
-def fields_of(config: QuantConfig, kept: Iterable[str]) -> dict[str, Any]:
-    """What config.json says of experts; of flags only those that are set, as releases that do not
-    know them would refuse it."""
+def fields_of(config: QuantConfig | None, kept: Iterable[str]) -> dict[str, Any]:
+    """What config.json says of experts, all of floats without a `config`; of flags only those that
+    are set, as releases that do not know them would refuse it."""
+    if config is None:
+        return {"quant_method": METHOD, "weights": "", "inputs": "", "kept": []}
     said = {"quant_method": METHOD, "weights": config.weights, "inputs": config.inputs}
     flags = ("static_inputs", "two_global_scales")
     return {**said, **{f: True for f in flags if getattr(config, f)}, "kept": list(kept)}
 
 
-def make_empty(
-    model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]
-) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Give the experts of a model without memory the empty codes and scales of a format; says what
-    they are by name.
+def _linears_said(model: PreTrainedModel) -> dict[str, Any]:
+    """What config.json says of linear layers: nothing if none are in codes."""
+    linears = linears_of(model)
+    return {"linears": linears} if linears else {}
 
-    Raises ValueError for experts that cannot have it, unless their names are among those kept.
+
+def make_empty(
+    model: PreTrainedModel,
+    config: QuantConfig | None,
+    kept: Iterable[str],
+    linears: Mapping[str, Sequence[str]],
+) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Give the experts of a model without memory the empty codes and scales of a format, and linear
+    layers those of theirs; says what they are by name.
+
+    Raises ValueError for experts that cannot have it, unless their names are among those kept, and
+    for linear layers that cannot.
     """
     kept = tuple(kept)
+    for format, names in linears.items():
+        _empty_linears(model, format, frozenset(names))
+    if config is None:
+        return {name: (t.dtype, t.shape) for name, t in _coded(model)}
     for name, module in list(model.named_modules()):
         if not hasattr(module, "has_gate") or _is_one_of(name, kept):
             continue
@@ -91,6 +115,19 @@ def make_empty(
     return {name: (t.dtype, t.shape) for name, t in _coded(model)}
 
 
+def _empty_linears(model: PreTrainedModel, format: str, names: frozenset[str]) -> None:
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or not (name in names or _is_one_of(name, names)):
+            continue
+        reason = refusal(module.out_features, module.in_features, format)
+        if reason is not None:
+            raise ValueError(
+                f"config.json says that {name} is quantised to {format}, but {reason}; load it "
+                "with the releases of moe_ops and transformers that saved it"
+            )
+        replace_everywhere(model, module, made_of(module, format))
+
+
 def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, str]:
     """The file of each quantised tensor of a model by the tensor's name; nothing is read but names.
 
@@ -106,15 +143,15 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
         with safe_open(file, framework="pt") as opened:
             for key in sorted(set(opened.keys()) & known.keys()):  # what says the format first
                 name = known[key]
-                stored = _stored(model, name)
-                if stored is not None:
-                    _check_format(f"{key} in {file}", opened.get_tensor(key), stored)
+                what, stored = _holder(model, name)
+                if _says_format(name):
+                    _check_format(f"{key} in {file}", opened.get_tensor(key), what, stored)
                 entry = opened.get_slice(key)
                 is_there = entry.get_dtype(), entry.get_shape()
                 wanted = NAMES[coded[name].dtype], list(coded[name].shape)
                 if is_there != wanted:
                     raise ValueError(
-                        f"{key} in {file} is {is_there[0]} {is_there[1]}, but the experts of "
+                        f"{key} in {file} is {is_there[0]} {is_there[1]}, but the {what} of "
                         f"config.json have {wanted[0]} {wanted[1]}; {AGAIN}"
                     )
                 places[name] = file
@@ -123,7 +160,7 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
     if lacking is not None:
         raise ValueError(
             f"{Path(files[0]).parent} lacks {lacking}, which config.json says the quantised "
-            f"experts have; {AGAIN}"
+            f"{_holder(model, lacking)[0]} have; {AGAIN}"
         )
     return places
 
@@ -140,21 +177,21 @@ def check_loaded(
     """
     for name, t in _coded(model):
         where = f"{name} in {files[name]}" if name in files else name
+        what, format = _holder(model, name)
         if t.is_meta and name in files:
             t = _in_file(model, name, files[name])
         if name not in files and not getattr(t, "_is_hf_initialized", False):
-            raise ValueError(f"the state dict lacks {name} of the quantised experts; {AGAIN}")
-        stored = _stored(model, name)
-        if stored is not None:
-            _check_format(where, t, stored)
+            raise ValueError(f"the state dict lacks {name} of the quantised {what}; {AGAIN}")
+        if _says_format(name):
+            _check_format(where, t, what, format)
         if (t.dtype, t.shape) != wanted[name]:
             dtype, shape = wanted[name]
             raise ValueError(
-                f"{where} is {t.dtype} {list(t.shape)}, but the experts of config.json have "
+                f"{where} is {t.dtype} {list(t.shape)}, but the {what} of config.json have "
                 f"{dtype} {list(shape)}; {AGAIN}"
             )
         if name.endswith("scale"):
-            wrong = wrong_scale(t, _scale_kind(model, name))
+            wrong = wrong_scale(t, _scale_kind(name, format))
             if wrong is not None:
                 raise ValueError(f"{where} holds {wrong}, but a scale is above 0; {AGAIN}")
 
@@ -166,7 +203,7 @@ def _in_file(model: PreTrainedModel, name: str, file: str) -> Tensor:
     return t
 
 
-def finish(model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]) -> None:
+def finish(model: PreTrainedModel, config: QuantConfig | None, kept: Iterable[str]) -> None:
     """Make a model that was loaded what `quantize_model` would have made of it."""
     for _, t in _coded(model):
         if isinstance(t, nn.Parameter):
@@ -180,7 +217,7 @@ def finish(model: PreTrainedModel, config: QuantConfig, kept: Iterable[str]) -> 
 def _coded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Codes, scales and formats of a model by their names."""
     for prefix, module in model.named_modules():
-        if not isinstance(module, QuantizedExperts):
+        if not isinstance(module, IN_CODES):
             continue
         own = {**module._parameters, **module._buffers}
         for name in module.coded():
@@ -189,27 +226,33 @@ def _coded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, t
 
 
-def _stored(model: PreTrainedModel, name: str) -> str | None:
-    """The format of the module that a tensor belongs to, if the tensor is what says it."""
-    module, _, own = name.rpartition(".")
-    stored = stored_format(model.get_submodule(module)) if own in PROJECTIONS else None
-    return None if stored is None else stored.w_format
+def _holder(model: PreTrainedModel, name: str) -> tuple[str, str]:
+    """What a tensor of codes, or of what belongs to them, is of, in words, and its format."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(module, QuantizedLinear):
+        return "linear layers", module.w_format
+    stored = stored_format(module)
+    assert stored is not None
+    return "experts", stored.w_format
 
 
-def _check_format(where: str, text: Tensor, format: str) -> None:
+def _says_format(name: str) -> bool:
+    """Whether a tensor of codes, or of what belongs to them, is the one that says the format."""
+    return name.rpartition(".")[2] in (*PROJECTIONS, FORMAT)
+
+
+def _check_format(where: str, text: Tensor, what: str, format: str) -> None:
     if text.dtype != torch.uint8 or format_of(text) != format:
         said = format_of(text) if text.dtype == torch.uint8 else str(text.dtype)
         raise ValueError(
-            f"{where} says that the experts are {said}, but config.json says {format}; {AGAIN}"
+            f"{where} says that the {what} are {said}, but config.json says {format}; {AGAIN}"
         )
 
 
-def _scale_kind(model: PreTrainedModel, name: str) -> str:
-    """The type of scales of a module: those above others, and of inputs, are in float32."""
-    stored = stored_format(model.get_submodule(name.rpartition(".")[0]))
-    assert stored is not None
+def _scale_kind(name: str, format: str) -> str:
+    """The type of scales of a format: those above others, and of inputs, are in float32."""
     in_float32 = name.endswith(("_global_scale", INPUT_SCALE))
-    return "float32" if in_float32 else Format.of(stored.w_format).scale
+    return "float32" if in_float32 else Format.of(format).scale
 
 
 def _names(model: PreTrainedModel, name: str) -> tuple[str, ...]:
@@ -218,12 +261,12 @@ def _names(model: PreTrainedModel, name: str) -> tuple[str, ...]:
     return name, base + name, name.removeprefix(base)
 
 
-def _is_one_of(name: str, kept: tuple[str, ...]) -> bool:
+def _is_one_of(name: str, kept: Iterable[str]) -> bool:
     return any(f".{a}".endswith(f".{b}") for k in kept for a, b in ((name, k), (k, name)))
 
 
 def _quantized(model: nn.Module) -> Iterator[bool]:
-    return (isinstance(module, QuantizedExperts) for module in model.modules())
+    return (isinstance(module, IN_CODES) for module in model.modules())
 
 
 def _method(config: Any) -> str:

@@ -50,3 +50,13 @@ def _normalise(tree: ast.FunctionDef) -> str:
     # ast.dump differs between Python versions in which empty fields it prints; the unparsed text
     # does not.
     return ast.unparse(tree)
+
+
+@functools.cache
+def source_of(thing: Callable[..., Any] | type) -> str:
+    """The source of a class or function; empty where there is none to read."""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError) as error:
+        let_through(error)
+        return ""

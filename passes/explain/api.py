@@ -19,7 +19,7 @@ from moe_ops.checks.signature import described
 from moe_ops.installed import is_transformers_model, require_transformers
 from moe_ops.interop.switches import Switched
 from moe_ops.passes import PIPELINE
-from moe_ops.passes.explain import regions, unfound
+from moe_ops.passes.explain import codes, regions, unfound
 from moe_ops.passes.explain.explanation import Explanation, LayerText, PassTotal
 from moe_ops.passes.explain.html import page
 from moe_ops.passes.explain.trace import Trace, inside, lines, plain_module, run_compiled, trace
@@ -122,6 +122,7 @@ class _Watch:
 
     pipeline: Pipeline
     graphs: list[_Graph] = field(default_factory=list)
+    linears: list[codes.LinearsInCodes] = field(default_factory=list)
     _calls: regions.Calls = field(default_factory=dict)
     _first: torch.device | None = None  # of the first of our ops
 
@@ -141,6 +142,7 @@ class _Watch:
 
     def _note_calls(self, graph: fx.Graph, context: Context) -> int:
         """A pass that changes nothing."""
+        self.linears += codes.in_codes(graph)
         for node in graph.nodes:
             op = generic_op(node)
             if op is not None:
@@ -190,6 +192,7 @@ def _explanation(
         breaks=tuple(found.breaks),
         stopped=found.stopped,
         layer=None if first is None else _layer_text(*first),
+        linears=codes.grouped(watch.linears),
         captured=call.graphs() if isinstance(call, Compiled) else None,
     )
 

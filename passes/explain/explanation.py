@@ -11,13 +11,14 @@ from textwrap import wrap
 from typing import Any
 
 from moe_ops.graphs.report import GraphReport
+from moe_ops.passes.explain.codes import LinearsInCodes
 from moe_ops.passes.explain.trace import Break
 from moe_ops.passes.report.names import names
 from moe_ops.planning.cost import Device
 from moe_ops.planning.plan import Plan, Range
 from moe_ops.registry.spec import REFERENCE
 
-VERSION = 3
+VERSION = 4
 WIDTH = 100
 LEGEND = (
     "E: experts (P: of all ranks), K of them for each token. D: the model's width, I: an expert's. "
@@ -138,6 +139,7 @@ class Explanation:
     breaks: tuple[Break, ...]
     stopped: str  # why the rest of the model is not explained; empty: all of it is
     layer: LayerText | None  # of the first region
+    linears: tuple[LinearsInCodes, ...] = ()
     captured: GraphReport | None = None  # of a compiled model, as `graph_report` has it
 
     def to_json(self) -> str:
@@ -163,6 +165,8 @@ class Explanation:
             parts.append(_wrapped(LEGEND, ""))
         else:
             parts.append("\n".join(_wrapped(line, "") for line in unfound(self)))
+        if self.linears:
+            parts.append("\n".join(["Linear layers in codes", *map(_linears, self.linears)]))
         if self.left_alone:
             parts.append("\n".join(["Left as it was", *map(_left_alone, self.left_alone)]))
         cells = [("pass", "rewrites", "ms")]
@@ -356,6 +360,11 @@ def _left_alone(left: LeftAlone) -> str:
     n = len(left.layers)
     where = names(left.layers) if any(left.layers) else f"{n} times"
     return _wrapped(f"{where}: {left.rule}: {left.reason}", "  ")
+
+
+def _linears(of: LinearsInCodes) -> str:
+    text = f"{of.format} [{of.rows}, {of.columns}], {si(of.bytes, 'B')}, by {of.runs}"
+    return _wrapped(f"{names(of.layers)}: {text}", "  ")
 
 
 def _named(name: str, text: str) -> str:

@@ -18,6 +18,7 @@ from moe_ops.passes.explain.explanation import (
     ranges,
     refused,
     runs,
+    si,
     sizes,
     span,
     unfound,
@@ -137,6 +138,10 @@ def _regions(found: Explanation) -> str:
         parts.append(f'<p class="dim">{escape(LEGEND)}</p>')
     else:
         parts += [f"<p>{escape(line)}</p>" for line in unfound(found)]
+    if found.linears:
+        parts.append("<h3>Linear layers in codes</h3>")
+        coded = [(names(of.layers), of.format, si(of.bytes, "B"), of.runs) for of in found.linears]
+        parts.append(_table(("layers", "format", "bytes", "runs on"), coded, "<<><"))
     if found.left_alone:
         cells = [(names(left.layers), left.rule, left.reason) for left in found.left_alone]
         parts.append("<h3>Left as they were</h3>")

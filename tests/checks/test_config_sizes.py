@@ -25,6 +25,14 @@ def test_sizes_that_a_class_leaves_open(family: str, tmp_path: Path) -> None:
         assert model(torch.ones(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 256)
 
 
+def test_linear_layers_and_the_head_in_codes(tmp_path: Path) -> None:
+    words = ["export", "qwen3_moe", "--tiny", "--to", "onnx", "-o", str(tmp_path / "a.onnx")]
+    words += ["--layers", "1", "--linears", "int8:row", "--head", "uint4:1x32"]
+    model = loaded(parser().parse_args(words))
+    formats = [m.w_format for m in model.modules() if hasattr(m, "weight_codes")]
+    assert formats == [*["int8:row"] * 4, "uint4:1x32"]
+
+
 def test_what_none_means_elsewhere_stays() -> None:
     config = transformers.AutoConfig.for_model("deepseek_v2", q_lora_rank=None)
     shrink(config, TINY, None)

@@ -16,6 +16,7 @@ from moe_ops.checks.shapes import FLOATS
 from moe_ops.conformance.samples import INPUT_FORMATS, Sample, samples, specified
 from moe_ops.exporting import products
 from moe_ops.exporting.tables import OF_TRAINING, OVER_RANKS, PORTABLE, TARGETS
+from moe_ops.hf.linears import made_of
 from moe_ops.registry.spec import DECODE_OPS, NAMESPACE
 from moe_ops.testing import CASES, TOL, Case, Tol, assert_close, make_layer
 from tests.chosen import in_turn, one_in
@@ -103,6 +104,22 @@ def test_portable_gives_what_the_definition_gives(name: str, case: str, label: s
     lacked = targets_in(graph) & LACKED
     assert not lacked
     hold(name, args, graph)
+
+
+@pytest.mark.parametrize("target", ["portable", "onnx", "aten"])
+@pytest.mark.parametrize("format", ["uint4:1x32", "float8_e4m3fn:128x128", "mxfp6_e2m3", "nvfp4"])
+def test_linear_layers_in_codes(format: str, target: str) -> None:
+    linear = torch.nn.Linear(64, 20).requires_grad_(False)
+    module = made_of(linear, format)
+    module.round_from(linear.weight, "floor")
+    rows = torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(module, (torch.randn(3, 64),), dynamic_shapes=({0: rows},))
+    graph = program.run_decompositions(moe_ops.decompositions(target)).module()
+    found = targets_in(graph)
+    assert not [t for t in found if str(t).startswith(f"{NAMESPACE}.")]
+    assert target == "aten" or not found & LACKED
+    x = torch.randn(7, 64)
+    assert_close(graph(x), module(x), TOL["expert_gemm", F32])
 
 
 def refused(args: tuple[Any, ...]) -> bool:

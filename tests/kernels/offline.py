@@ -43,7 +43,14 @@ from moe_ops.kernels.triton import (
     wgrad,
 )
 from moe_ops.kernels.triton import quantize as quantize_kernels
-from moe_ops.kernels.triton.decode import latents, linears, one_query, rope, rope_attention
+from moe_ops.kernels.triton.decode import (
+    latents,
+    linears,
+    one_query,
+    quantized_linears,
+    rope,
+    rope_attention,
+)
 from moe_ops.kernels.triton.experts.operands import (
     dequantized_weights,
     fake_quantized,
@@ -60,6 +67,7 @@ from tests.kernels.offline_adapters import calls_with_adapters
 from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_floats import layer_call
 from tests.kernels.offline_latents import calls_over_latents
+from tests.kernels.offline_linears import calls_of_linears
 from tests.kernels.offline_ranks import over_ranks, pushed, summed
 from tests.kernels.offline_states import WITH_STATES, with_states
 from tests.kernels.offline_training import WITH_TRAINING, calls_of_training
@@ -171,12 +179,14 @@ def compile_launches(
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
             *WITH_TRAINING, combine, dequantized_weights, fake_quantized, group_scales, latents,
-            linears, one_query, permuted, push, push_sum, register_stream, rope, rope_attention,
-            routing, row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks,
-            static_factors,
+            linears, one_query, permuted, push, push_sum, quantized_linears, register_stream, rope,
+            rope_attention, routing, row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels,
+            quantize_blocks, static_factors,
         ):  # fmt: skip
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
-        for module in (grouped_plain, latents, linears, rope_attention, triton_tiles, wgrad):
+        for module in (
+            grouped_plain, latents, linears, quantized_linears, rope_attention, triton_tiles, wgrad,
+        ):  # fmt: skip
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
         patched.enter_context(patch.object(latents, "is_hopper", lambda _: capability == 90))
         for module in (push, push_sum):
@@ -284,6 +294,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "codes": lambda capability: calls_of_codes(capability, FORMATS[:3]),
     "by_row": calls_by_row,
     "latents": calls_over_latents,
+    "quantized_linears": calls_of_linears,
     "ranks": calls_over_ranks,
     "training": calls_of_training,
     "adapters": calls_with_adapters,

@@ -36,6 +36,7 @@ KERNELS = {
     "floats": FLOATS,
     "all_floats": FLOATS,
     "latents": LATENTS,
+    "quantized_linears": {"quantized_linears_few", "arrange_kernel", "decode_kernel"},
     "ranks": {
         "pack_kernel", "unpack_kernel", "combine_kernel", "dispatch_kernel",
         "combine_pushed_kernel", "sum_pushed_kernel",
@@ -83,7 +84,7 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     variants = [json.loads(line) for line in done.stdout.splitlines()]
-    others = ("one_of_each", "latents", "ranks", "training", "adapters")
+    others = ("one_of_each", "latents", "quantized_linears", "ranks", "training", "adapters")
     quantized = part not in others and not part.endswith("floats")
     streamed = STREAMED if capability == 90 and quantized else set()
     over_latents = capability == 90 and part in ("one_of_each", "latents")

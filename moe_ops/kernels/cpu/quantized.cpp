@@ -317,6 +317,28 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
   }
 }
 
+// y[t, n] = w[n] . x[t] + b: the second product of a layer of one expert, whose D is the rows of the weight and whose I
+// its columns. Inputs are not quantised.
+template <typename Element, typename Codes, typename T>
+void linear(const Layer& l, const T* x, const uint8_t* w, const Scales& scales, const T* bias, T* out) {
+  if constexpr (!Codes::kQuantized) {
+    typedef Weight<Element, typename MathFor<Codes, Element, T>::type, Codes> W;
+    const W weight(w, l.w2_expert_stride, l.w2_row_stride, l.I, scales);
+    Arranged<W> x_TI(weight, Inputs{}, l.T);
+    const int32_t ends[1] = {int32_t(l.T)};
+    const Rows rows(nullptr, ends, 1);
+    const bool panels = by_panels<W>(rows, 0);
+#pragma omp parallel num_threads(threads_for(l.D * l.I, l.threads))
+    {
+      Worker<W> worker(weight, panels);
+      arrange_all(x_TI, l.T, [&](int64_t t) { return x + t * l.x_stride; }, [](int64_t) { return 0; }, nullptr);
+      for_chunks(rows, l.D, [&](int32_t e, int64_t first, int64_t last) {
+        second_product(l, worker, bias, x_TI, rows, out, e, first, last);
+      });
+    }
+  }
+}
+
 }  // namespace
 
 // What functions are called by the dtype of their tokens; libmoe_ops, which holds those of all codes, has other names.
@@ -331,6 +353,10 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
                                      const T* b13, const T* b2, T* out) {                                          \
     experts<MOE_ELEMENT, MOE_INPUTS>(*l, x, ids, weights, w13, w2, *scales13, *scales2, *inputs13, *inputs2, b13,  \
                                      b2, out);                                                                     \
+  }                                                                                                                \
+  extern "C" void MOE_NAME(linear_##name)(const Layer* l, const T* x, const uint8_t* w, const Scales* scales,      \
+                                          const T* bias, T* out) {                                                 \
+    linear<MOE_ELEMENT, MOE_INPUTS>(*l, x, w, *scales, bias, out);                                                 \
   }
 MOE_KERNELS(bfloat16, bf16)
 MOE_KERNELS(float32, float)

@@ -1,5 +1,5 @@
-"""C++ kernels for experts with quantised weights on the CPU, compiled on first use for the element
-type that is asked for.
+"""C++ kernels for experts and linear layers with quantised weights on the CPU, compiled on first
+use for the element type that is asked for.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def name_of(element: str, inputs: str) -> str:
 
 
 @functools.cache
-def _functions(element: str, inputs: str, instructions: str) -> dict[torch.dtype, Any]:
-    """The kernels by the dtype of tokens."""
+def _library(element: str, inputs: str, instructions: str) -> tuple[Any, str]:
+    """The library that has the kernels of an element type and of inputs, and what it calls them."""
     library, name = loaded.library(), name_of(element, inputs)
     if instructions or library is None or not hasattr(library, f"{name}_float32"):
         macros = definitions(element, inputs)
@@ -140,6 +140,13 @@ def _functions(element: str, inputs: str, instructions: str) -> dict[torch.dtype
             flags.append(f"-DMOE_AT_MOST_{instructions}")
         library = built(loaded.text_of(SOURCES), f" of {element}", flags)
         name = "moe_experts"
+    return library, name
+
+
+@functools.cache
+def _functions(element: str, inputs: str, instructions: str) -> dict[torch.dtype, Any]:
+    """The kernels of experts by the dtype of tokens."""
+    library, name = _library(element, inputs, instructions)
     functions = {}
     for dtype, named in DTYPES.items():
         function = functions[dtype] = getattr(library, f"{name}_{named}")
@@ -195,3 +202,39 @@ def experts(
         *(pointer(biases[0]), pointer(biases[1]), out_TD.data_ptr()),
     )
     return out_TD
+
+
+@functools.cache
+def _linears(element: str, instructions: str) -> dict[torch.dtype, Any]:
+    """The kernels of linear layers by the dtype of inputs."""
+    library, name = _library(element, "", instructions)
+    functions = {}
+    for dtype, named in DTYPES.items():
+        function = functions[dtype] = getattr(library, f"{name}_linear_{named}")
+        function.argtypes = [
+            *(ctypes.POINTER(LayerFields), c_void_p),  # x
+            *(c_void_p, ctypes.POINTER(_Scales), c_void_p, c_void_p),  # w, bias, out
+        ]
+        function.restype = None
+    return functions
+
+
+def linear(x_TK: Tensor, w: Codes, bias_N: Tensor | None, of: Kind) -> Tensor:
+    """y[t] = W x[t] + b for a weight of codes of a kind, of one "expert", in one parallel region.
+
+    x and bias: bfloat16 or float32, one dtype; x and codes need a stride of 1 on the last axis, the
+    bias is contiguous. Groups of columns are as in `experts`.
+    """
+    (T, K), N = x_TK.shape, w.values.shape[1]
+    layer = LayerFields(
+        *(T, 1, 1, 0, N, K, x_TK.stride(0)),
+        *(0, 0, w.values.stride(0), w.values.stride(1)),
+        *(1, 1),
+        *(False, False, torch.get_num_threads()),
+    )
+    out_TN = x_TK.new_empty(T, N)
+    _linears(of.element, of.instructions)[x_TK.dtype](
+        layer, x_TK.data_ptr(), w.values.data_ptr(), w.scales(K, of.scale), pointer(bias_N),
+        out_TN.data_ptr(),
+    )  # fmt: skip
+    return out_TN

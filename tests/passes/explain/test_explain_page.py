@@ -73,6 +73,7 @@ def test_a_page_has_all_that_was_found() -> None:
         "triton: needs a tensor on cuda, got cpu", "the scores of <all> the experts", "fuse_moe",
         "2 graphs, breaks at 1 place", "model.py:7", "aten.nonzero.default", str(EXPLANATION.plan),
         "Before: 2 nodes", "topk = aten.topk(x, 2)", "After: 2 nodes", "moe_ops.moe(x, a<b)",
+        "model.layers.{0-3}.self_attn.q_proj", "triton to 64 rows, then triton.decoded",
     ):  # fmt: skip
         assert part in text, part
     assert [checker.values.count(style) for style in ("gone", "new", "ours")] == [1, 1, 1]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from expecttest import assert_expected_inline
 
+from moe_ops.passes.explain.codes import LinearsInCodes
 from moe_ops.passes.explain.explanation import (
     At,
     Explanation,
@@ -84,6 +85,16 @@ EXPLANATION = Explanation(
     graphs=2,
     breaks=(Break(reason="data-dependent branch", where="model.py:7"),),
     stopped="aten.nonzero.default",
+    linears=(
+        LinearsInCodes(
+            layers=tuple(f"model.layers.{n}.self_attn.q_proj" for n in range(4)),
+            rows=4096,
+            columns=2048,
+            format="float8_e4m3fn:row",
+            bytes=4 * 4096 * 2052,
+            runs="triton to 64 rows, then triton.decoded",
+        ),
+    ),
     layer=LayerText(
         module="model.layers.0.mlp",
         before="x = aten.mm(a, b)  # float32[7, 4]\ntopk = aten.topk(x, 2)",
@@ -132,6 +143,10 @@ Model on a CPU
 
 E: experts (P: of all ranks), K of them for each token. D: the model's width, I: an expert's. Rows:
     tokens, or K for each token after dispatch. Floor: the least time this device needs.
+
+Linear layers in codes
+  model.layers.{0-3}.self_attn.q_proj: float8_e4m3fn:row [4096, 2048], 33.6 MB, by triton to 64
+      rows, then triton.decoded
 
 Left as it was
   model.layers.3.mlp: lift_router: the scores of <all> the experts, which are added up before the
@@ -188,7 +203,7 @@ def test_numbers_in_short() -> None:
 def test_an_explanation_goes_through_json() -> None:
     assert Explanation.from_json(EXPLANATION.to_json()) == EXPLANATION
     with pytest.raises(ValueError, match="has version 0"):
-        Explanation.from_json(EXPLANATION.to_json().replace('"version": 3', '"version": 0', 1))
+        Explanation.from_json(EXPLANATION.to_json().replace('"version": 4', '"version": 0', 1))
     with pytest.raises(ValueError, match="explanation's At has no token"):
         Explanation.from_json(EXPLANATION.to_json().replace('"tokens"', '"token"', 1))
 

@@ -21,7 +21,7 @@ from moe_ops.kernels.triton.experts.formats.registered import values_of_words, w
 from moe_ops.kernels.triton.experts.formats.scales import factor_at, group_row, scale_of
 from moe_ops.kernels.triton.experts.formats.six_bits import in_order, sixes_of
 from moe_ops.kernels.triton.experts.weights import Experts
-from moe_ops.kernels.triton.launch import pdl_options, take_turn
+from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 ROWS_AT_ONCE, COLUMNS_AT_ONCE = 16, 256
@@ -96,6 +96,7 @@ def decode_kernel(
     tl.store(at, value.to(out_ptr.dtype.element_ty), mask=inside_MW[:, :, None])
 
 
+@on_its_device
 def decode(
     w: Tensor, scales: tuple[Tensor | None, ...], weight: Weight, columns: int, dtype: torch.dtype,
     shared: str = "",

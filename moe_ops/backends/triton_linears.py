@@ -1,0 +1,73 @@
+"""The Triton backends of linear layers in codes, for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn.functional import linear
+
+from moe_ops.backends.strides import contiguous, with_rows
+from moe_ops.backends.triton_device import HALF, either
+from moe_ops.backends.triton_formats import weight_of
+from moe_ops.backends.triton_gemm import refuse_codes, values_of
+from moe_ops.decode_ops.linears import MOST_ROWS
+from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
+from moe_ops.registry.backend import Rows
+from moe_ops.registry.gradients import needs_grad
+
+DECODED = "triton.decoded"
+
+
+def supports(call: QuantizedLinearsCall) -> str | None:
+    """Why codes of the weights are not decoded, or None."""
+    if needs_grad(call.x_TK, *call.scales, *call.biases):
+        return "is not differentiable, and an argument requires grad"
+    for w_NK, scale, zero in zip(call.weights, call.scales, call.zeros, strict=True):
+        refusal = refuse_codes(w_NK, scale, call.w_format)
+        if refusal is None and zero is not None and not zero.is_contiguous():
+            refusal = "needs contiguous zero points"
+        if refusal is not None:
+            return refusal
+    return None
+
+
+@quantized_linears.backend(DECODED, supports=supports, devices=("cuda",), priority=1)
+def multiply_decoded(call: QuantizedLinearsCall) -> list[Tensor]:
+    """`quantized_linears` by PyTorch's products of weights that are decoded first, one at a time,
+    to the dtype of the input."""
+    x_TK, outs = call.x_TK, []
+    for g, w_NK in enumerate(call.weights):
+        zero, common, bias = call.zeros[g], call.global_scales[g], call.biases[g]
+        scales = (call.scales[g][None], zero, None if common is None else common.reshape(1))
+        (values_NK,) = values_of(w_NK[None], scales, call.w_format, x_TK.dtype)
+        outs.append(linear(x_TK, values_NK, None if bias is None else bias.to(x_TK.dtype)))
+    return outs
+
+
+def supports_few(call: QuantizedLinearsCall) -> str | None:
+    """Why codes of the weights are not decoded in registers, or None."""
+    if call.x_TK.dtype not in HALF:
+        return f"needs {either(HALF)}, got {call.x_TK.dtype}"
+    for what, given in (("zero points", call.zeros), ("global scales", call.global_scales)):
+        if len({t is None for t in given}) > 1:
+            return f"needs {what} of all weights, or of none"
+    return supports(call)
+
+
+@quantized_linears.backend(
+    "triton",
+    supports=supports_few,
+    rows=Rows(possible=lambda call: MOST_ROWS),
+    devices=("cuda",),
+    priority=2,
+)
+def multiply_few(call: QuantizedLinearsCall) -> list[Tensor]:
+    """`quantized_linears` of up to 64 rows by one launch for four weights, which decodes them in
+    registers."""
+    from moe_ops.kernels.triton.decode.quantized_linears import run
+
+    if call.x_TK.shape[0] == 0:
+        return [call.x_TK.new_empty(0, w_NK.shape[0]) for w_NK in call.weights]
+    return run(
+        with_rows(call.x_TK), call.weights, call.scales, call.zeros, call.global_scales,
+        [contiguous(bias) for bias in call.biases], weight_of(call.w_format, ""),
+    )  # fmt: skip
