@@ -1,7 +1,8 @@
-"""Linear layers of one input whose weights are codes of one format become one call.
+"""Linear layers of one input whose weights are codes of one format become one call, by a plan.
 
 The layers of a model call their op one by one. One call is one launch for four weights in a step,
-and puts the input in the order in which codes are decoded once for all of them.
+and puts the input in the order in which codes are decoded once for all of them. With a plan it
+neither checks its arguments again nor asks backends.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from typing import Any
 
 from torch import fx
 
+from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
+from moe_ops.passes.pick_backend import call_of, make_planned
 from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import (
     arg,
     each,
     insert,
+    layer_of,
     operand,
     ops,
     outputs,
@@ -30,7 +34,8 @@ Key = tuple[fx.Node, int, str]  # what is multiplied, its columns, the format
 
 
 def merge_quantized_linears(graph: fx.Graph, context: Context) -> int:
-    """Turn the `quantized_linears` of one input and one format into one, on any device."""
+    """Turn the `quantized_linears` of one input and one format into one, on any device, and give
+    each call a plan."""
     parameters = parameters_of(graph)
     groups: dict[Key, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=ops.quantized_linears.default):
@@ -38,7 +43,29 @@ def merge_quantized_linears(graph: fx.Graph, context: Context) -> int:
         key = (peel(x), int(tensor(x).shape[1]), str(arg(node, "w_format")))
         groups.setdefault(key, []).append(node)
     firsts = {group[0]: group for group in groups.values() if len(group) > 1}
-    return each(RULE, firsts, lambda node: _merge(graph, firsts[node], parameters), context)
+    merged = each(RULE, firsts, lambda node: _merge(graph, firsts[node], parameters), context)
+    left = graph.find_nodes(op="call_function", target=ops.quantized_linears.default)
+    for node in left:
+        with context.for_all_sizes():
+            plan = plan_of(call_of(quantized_linears, node))
+        make_planned(graph, node, quantized_linears, plan)
+        context.rewrote(RULE, node.name, layer_of(node), plan)
+    return merged + len(left)
+
+
+def plan_of(call: QuantizedLinearsCall) -> str:
+    """The backends of a call, as a plan for any number of rows: those that do not refuse it, in the
+    order in which they are asked, up to one that runs them all."""
+    device, ranges = call.x_TK.device.type, []
+    for backend in quantized_linears.candidates(device):
+        if backend.refusal(device, None, call) is None:
+            most = backend.rows.possible
+            ranges.append((None if most is None else most(call), backend.name))
+            if most is None:
+                break
+    if len(ranges) == 1:
+        return str(ranges[0][1])
+    return ",".join(f"{'' if upto is None else upto}:{name}" for upto, name in ranges)
 
 
 def _merge(graph: fx.Graph, group: list[fx.Node], parameters: set[fx.Node]) -> str:

@@ -19,6 +19,7 @@ from moe_ops.decode_ops import (
     normed_linears,
     one_query,
     one_query_latents,
+    quantized_linears,
     rope_attention,
     state_space_scan,
     state_space_step,
@@ -120,6 +121,13 @@ def decode_calls() -> dict[Op, tuple[Any, ...]]:
     turned = (q_BHD, k_BND, k_BND, cos_BW, cos_BW, torch.tensor([3]))
     return {
         linears: (x_TK, weights, biases),
+        quantized_linears: (
+            x_TK,
+            [torch.ones(8, 16, dtype=torch.int8)],
+            [torch.ones(8, 1)],
+            *[[None]] * 3,
+            "int8:row",
+        ),
         normed_linears: (x_TK, x_TK, gain, 1e-6, weights, biases),
         one_query: (q_BHD, keys_BNSD, keys_BNSD, *seen),
         one_query_latents: (q_BHD, q_BHD, keys_BNSD[:, 0], keys_BNSD[:, 0], *seen),

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
+from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall
+from moe_ops.passes.merge_quantized_linears import plan_of
 from moe_ops.passes.rewriting.graph import is_call, layer_of, ops
+from moe_ops.registry.ranges import parse_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +67,8 @@ def _fakes(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _runs(call: QuantizedLinearsCall) -> str:
-    """The backends of a call, in the order in which they are asked, up to one for any number of
-    rows."""
-    x_TK: Tensor = call.x_TK
-    said = []
-    for backend in quantized_linears.candidates(x_TK.device.type):
-        if backend.refusal(x_TK.device.type, None, call) is None:
-            most = backend.rows.possible
-            said.append(backend.name if most is None else f"{backend.name} to {most(call)} rows")
-            if most is None:
-                break
-    return ", then ".join(said)
+    """The plan of a call in words."""
+    ranges = parse_plan(plan_of(call))
+    return ", then ".join(
+        name if upto is None else f"{name} to {upto} rows" for upto, name in ranges
+    )

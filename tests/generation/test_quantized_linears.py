@@ -15,6 +15,7 @@ from tests.hf.test_quantize import qwen
 from tests.hf.twins import PLAIN, check, twin_of
 
 TOL = Tol(1e-5, "float32 sums in another order")
+CALLED = "moe_ops::quantized_linears by cpu"  # as profiles have it
 FP8, INT4 = "float8_e4m3fn:row", "uint4:1x32"
 
 
@@ -47,6 +48,10 @@ def test_compiled_layers_call_the_op(ids: Tensor) -> None:
     fast, stock = moe_ops.compile(model), in_floats(model)
     assert torch.equal(fast.generate(ids, **PLAIN), stock.generate(ids, **PLAIN))
     assert [steps.steps for steps in moe_ops.generation_report(fast)] == [8]
+    with torch.profiler.profile() as profile:
+        fast.generate(ids, **PLAIN)
+    (calls,) = [e.count for e in profile.key_averages() if e.key == CALLED]
+    assert calls == 9 * (2 * 2 + 1)  # of two layers query, key and value, and the output; the head
     with torch.inference_mode():
         assert_close(fast(input_ids=ids).logits, stock(input_ids=ids).logits, TOL)
 
@@ -73,4 +78,4 @@ def test_explain_lists_them() -> None:
     assert {of.runs for of in found.linears} == {"cpu"}
     assert "lm_head: float8_e4m3fn:row [64, 64], 4.35 kB, by cpu" in str(found)
     (merges,) = [p.rewrites for p in found.passes if p.name == "merge_quantized_linears"]
-    assert merges == 2
+    assert merges == 2 + 5  # of each layer's first three, and a plan for each call
