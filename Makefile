@@ -95,11 +95,13 @@ $(VENV)/.ready-peers: $(VENV)/.ready
 	@$(RUN) -m pip install --quiet --disable-pip-version-check httpx parameterized psutil
 	@touch $@
 
-# The newest FlashInfer: a test compares what its functions take with what backends give. Nothing imports it.
+# The newest FlashInfer and Humming: tests compare what their functions take with what is given. Nothing imports them.
 $(VENV)/wheels/.ready: $(VENV)/.ready
-	@echo "[setup] downloading flashinfer-python, to compare signatures"
-	@$(RUN) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) flashinfer-python \
-		&& touch $@ || echo "[setup] there is none to be had, so a test is skipped"
+	@lacks=; for package in flashinfer-python humming-kernels; do \
+		echo "[setup] downloading $$package, to compare signatures"; \
+		$(RUN) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) $$package || lacks=1; \
+	done; \
+	[ -n "$$lacks" ] && echo "[setup] not all are to be had, so a test is skipped" || touch $@
 
 # ExecuTorch names a torch of its own, which would take the place of ours, and what its kernels need.
 $(VENV)-export/.ready: pyproject.toml .ci/setup_venv.sh

@@ -81,7 +81,9 @@ MAY_IMPORT = {
         BACKEND
         | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
         | {"decode_ops", "generation", "compiler", "parallel"},
-        frozenset({"torch", "transformers", "matplotlib", "safetensors", "liger_kernel"}),
+        frozenset(
+            {"torch", "transformers", "matplotlib", "safetensors", "liger_kernel", "humming"}
+        ),
     ),
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),

@@ -181,14 +181,6 @@ def stock(case: Case, implementation: str) -> Contender:
     return Contender(name=implementation, call=call, compiled=True)
 
 
-def contender(case: Case, device: str, name: str) -> Contender:
-    """The contender of a name: transformers' experts, FlashInfer's function, or our op on a
-    backend."""
-    if name == DIRECT:
-        return direct(case)
-    return stock(case, name) if name in STOCK else ours(case, device, name, name)
-
-
 def backends_of(call: Callable[[], Any]) -> dict[str, str]:
     """The backend of every op of ours that a call runs, as the ops pick them."""
     with _Recorder() as recorder:

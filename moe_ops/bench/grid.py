@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-from moe_ops.bench import cells, contenders, formats, plot, report, resume, stages, tables, tiles
+from moe_ops.bench import (
+    cells,
+    contenders,
+    formats,
+    humming,
+    plot,
+    report,
+    resume,
+    stages,
+    tables,
+    tiles,
+)
 from moe_ops.bench.rates import Rates, measure_rates
 from moe_ops.bench.results import Results, dump, load, read_peers, write
 from moe_ops.checks.shapes import DTYPES
@@ -63,7 +74,7 @@ def grid_of(args: argparse.Namespace) -> cells.Grid:
 
     def contenders_of(case: Case) -> list[contenders.Contender]:
         ours = contenders.ours(case, device.type, backend=args.backend)
-        return [ours, *(contenders.contender(case, device.type, name) for name in others)]
+        return [ours, *(contender(case, device.type, name) for name in others)]
 
     return cells.Grid(
         layers=[LAYERS[name] for name in args.layer],
@@ -75,6 +86,18 @@ def grid_of(args: argparse.Namespace) -> cells.Grid:
         seconds=args.seconds,
         quant=args.format,
     )
+
+
+def contender(case: Case, device: str, name: str) -> contenders.Contender:
+    """The contender of a name: transformers' experts, FlashInfer's function, Humming's products, or
+    our op on a backend. Raises ValueError for a backend that is not there."""
+    if name == humming.NAME:
+        return humming.humming(case)
+    if name == contenders.DIRECT:
+        return contenders.direct(case)
+    if name in contenders.STOCK:
+        return contenders.stock(case, name)
+    return contenders.ours(case, device, name, name)
 
 
 def keys_of(grid: cells.Grid, case: Case) -> list[cells.Key]:
@@ -198,10 +221,10 @@ def device_name(device: torch.device) -> str:
 def versions(transformers: bool) -> dict[str, str]:
     """The versions of the packages that have a part in the times."""
     found = {"torch": str(torch.__version__)}
-    names = ("triton", "flashinfer-python", *(("transformers",) if transformers else ()))
-    for name in names:
+    peers = ("flashinfer-python", "humming-kernels", *(("transformers",) if transformers else ()))
+    for name in ("triton", *peers):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # Triton is there only where torch can use it, FlashInfer where it was wanted
+            continue  # Triton is there only where torch can use it, peers where they were wanted
     return found

@@ -104,7 +104,7 @@ def add_layer(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--against", type=words,
         help="comma-separated: transformers' grouped_mm and batched_mm (both, if left out on the "
-        "CPU), and next to moe also backends of ours and FlashInfer's cutlass_fused_moe",
+        "CPU), and next to moe also backends of ours, FlashInfer's cutlass_fused_moe and humming",
     )  # fmt: skip
     options.add_argument(
         "--ours", choices=(*HOST, "moe"),

@@ -12,7 +12,8 @@ import torch
 from moe_ops import experts
 from moe_ops.backends.flashinfer import arguments, cutlass
 from moe_ops.bench import cells, contenders, rates
-from moe_ops.bench.contenders import Contender, contender
+from moe_ops.bench.contenders import Contender
+from moe_ops.bench.grid import contender
 from moe_ops.quant.config import QuantConfig
 from tests.chosen import one_in
 from tests.flashinfer.layers import CASE, FORMATS, call_of, stored

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from moe_ops.bench import cells, contenders, formats, inputs, rates, stages, step
+from moe_ops.bench import cells, contenders, formats, humming, inputs, rates, stages, step
 from moe_ops.testing import BF16, Case
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +74,18 @@ def test_formats_are_checked_and_timed(format: str) -> None:
     low, high = (0.02, 0.06) if "+" in format else (0.0, 0.01)
     for cell in found:
         assert not cell.wrong
+        assert cell.us and cell.error is not None and low < cell.error < high
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("humming") is None, reason="humming-kernels is not installed"
+)
+@pytest.mark.parametrize("format", humming.FORMATS)
+def test_humming_is_checked_and_timed(format: str) -> None:
+    found = measure(humming.humming(CASE), tokens=(1, 50), format=format)
+    low, high = (0.02, 0.07) if "+" in format else (0.0, 0.01)
+    for cell in found:
+        assert not cell.wrong and not cell.refused
         assert cell.us and cell.error is not None and low < cell.error < high
 
 

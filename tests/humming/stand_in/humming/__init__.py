@@ -1,0 +1,1 @@
+"""Humming as far as `bench layer` calls it, computed from what it is handed, on the CPU."""
