@@ -178,6 +178,9 @@ def _refusal(model: PreTrainedModel, name: str, linear: nn.Linear, format: str) 
         return "steps of generate read its weight, in place of what it would expand"
     if _reads_weight(type(parent), own):
         return f"{type(parent).__name__} reads its weight itself"
+    tied = model.all_tied_weights_keys
+    if f"{name}.weight" in (*tied, *tied.values()):
+        return "shares its weight with another part of the model"
     return _refusal_of(linear, format)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moe_ops
 from moe_ops.testing import Tol, assert_close
+from tests.hf import families
 from tests.hf.coded_linears import MAKERS, in_floats
 from tests.hf.test_quantize import qwen
 from tests.hf.twins import PLAIN, check, twin_of
@@ -40,6 +41,15 @@ def test_tokens_are_those_of_the_model_with_its_codes_decoded(
     check(in_floats(model), twin, ids, **call)
     assert moe_ops.generation_report(twin)[0].captured
     assert not twin._moe_ops_generation.told
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "nemotron_h"])
+def test_layers_that_keep_latents_or_states(family: str, ids: Tensor) -> None:
+    model = families.build(family).model
+    moe_ops.quantize_model(
+        model, None, linear_format="int8:row", head_format="int8:row", progress=False
+    )
+    check(in_floats(model), twin_of(model), ids + 16)
 
 
 @pytest.mark.slow
