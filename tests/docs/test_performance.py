@@ -45,7 +45,7 @@ def test_pages_have_a_place_for_them() -> None:
     assert layers.CELLS.findall(layer_pages[-1]) == one_format
     models = [
         "qwen3_30b_h200", "mixtral_8x7b_h200", "gpt_oss_20b_h200", "qwen3_30b_experts_h100",
-        "gpt_oss_20b_mxfp4_h100",
+        "qwen3_30b_adapters_h100", "gpt_oss_20b_mxfp4_h100",
     ]  # fmt: skip
     page = (FOLDER / "MODELS.md").read_text()
     assert generation.BLOCK.findall(page) == [f"generate_{m}" for m in models]
@@ -60,7 +60,9 @@ def test_pages_have_a_place_for_them() -> None:
         "qwen3_30b_h200", "qwen3_30b_h100", "qwen3_30b_12_layers_h200", "random_12_layers_h200",
     )  # fmt: skip
     assert forwards.BLOCK.findall(page) == [f"forward_{m}" for m in sizes]
-    assert training.BLOCK.findall((FOLDER / "TRAINING.md").read_text()) == ["train_h100"]
+    assert training.BLOCK.findall((FOLDER / "TRAINING.md").read_text()) == [
+        "train_h100", "train_long_h100", "train_wide_h100",
+    ]  # fmt: skip
     assert len(layers.MEANS.findall((ROOT / "docs" / "PERFORMANCE.md").read_text())) == 1
 
 
