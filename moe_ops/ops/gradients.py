@@ -65,7 +65,7 @@ def _gemm(call: ExpertGemmCall) -> tuple[Tensor]:
 
 
 def _gemm_backward(
-    call: ExpertGemmCall, saved: tuple[Tensor, ...], grads: Grads, wanted: frozenset[str]
+    call: ExpertGemmCall, saved: list[Tensor], grads: Grads, wanted: frozenset[str]
 ) -> Gradients:
     x_RD, ends_E, (grad_RF,), made = call.x_RD, call.ends_E, grads, Gradients()
     if grad_RF is None:
@@ -92,7 +92,7 @@ def _wgrad(call: ExpertWgradCall) -> tuple[Tensor]:
 
 
 def _wgrad_backward(
-    call: ExpertWgradCall, saved: tuple[Tensor, ...], grads: Grads, wanted: frozenset[str]
+    call: ExpertWgradCall, saved: list[Tensor], grads: Grads, wanted: frozenset[str]
 ) -> Gradients:
     ends_E, (grad_EMN,), made = call.ends_E, grads, Gradients()
     if grad_EMN is None:
@@ -129,7 +129,7 @@ def _layer(call: ExpertsCall) -> tuple[Tensor, ...]:
 
 def _layer_backward(
     call: ExpertsCall,
-    saved: tuple[Tensor, ...],
+    saved: list[Tensor],
     grads: Grads,
     wanted: frozenset[str],
     main_grad13_EFD: Tensor | None = None,
@@ -138,6 +138,7 @@ def _layer_backward(
     (y_RF, rows_R, ends_E), (grad_TD, grad_y_RF, *_) = saved, grads
     if grad_TD is None and grad_y_RF is None:
         return {}
+    saved.clear()
     if grad_TD is None:
         grad_TD = torch.zeros_like(call.x_TD)
     dx_TD, dweights_TK, dy_RF, wh_RI = experts_backward.part(
@@ -146,6 +147,7 @@ def _layer_backward(
             for_tokens="x_TD" in wanted, for_weights="w2_EDI" in wanted,
         )
     )  # fmt: skip
+    del y_RF  # before the gradients of weights are made
     made: Gradients = {"weights_TK": dweights_TK}
     if "x_TD" in wanted:
         made["x_TD"] = dx_TD
@@ -214,7 +216,7 @@ def _accumulating(call: ExpertsAccumulatingCall) -> tuple[Tensor, ...]:
 
 def _accumulating_backward(
     call: ExpertsAccumulatingCall,
-    saved: tuple[Tensor, ...],
+    saved: list[Tensor],
     grads: Grads,
     wanted: frozenset[str],
 ) -> Gradients:

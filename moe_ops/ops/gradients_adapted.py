@@ -42,13 +42,14 @@ def _forward(call: ExpertsAdaptedCall) -> tuple[Tensor, ...]:
 
 
 def _backward(
-    call: ExpertsAdaptedCall, saved: tuple[Tensor, ...], grads: Grads, wanted: frozenset[str]
+    call: ExpertsAdaptedCall, saved: list[Tensor], grads: Grads, wanted: frozenset[str]
 ) -> Gradients:
     y_RF, u13_Rr, wu2_Rr, rows_R, ends_E = saved
     grad_TD, grad_y_RF, *_ = grads
     c, adapter = call.layer, call.adapter
     if grad_TD is None and grad_y_RF is None:
         return {}
+    saved.clear()
     if grad_TD is None:
         grad_TD = torch.zeros_like(c.x_TD)
     dx_TD, dweights_TK, dy_RF, wh_RI, v13_Rr, v2_Rr = experts_adapted_backward.part(
@@ -57,6 +58,7 @@ def _backward(
             for_weights=not wanted.isdisjoint(("w2_EDI", "a2_GrI", "b2_GDr")),
         )
     )  # fmt: skip
+    del y_RF
     made: Gradients = {"weights_TK": dweights_TK}
     if "x_TD" in wanted:
         made["x_TD"] = dx_TD

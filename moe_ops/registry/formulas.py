@@ -29,15 +29,14 @@ class Formula:
     `takes` says of a record whether the formula knows the gradients that are wanted; if not,
     autograd takes the definition apart. `forward` gives the op's result and then what else
     `backward` reads. That gets the record, what was saved, the gradients of all that `forward`
-    gave (None for one that nobody used), and the names of arguments whose gradients are wanted.
+    gave (None for one that nobody used), and the names of arguments whose gradients are wanted; it
+    may empty the list of what was saved, so that memory is free ahead of its end.
     `writes` names the arguments that it writes to: they are no values that it was recorded with.
     """
 
     takes: Callable[[Any], bool]
     forward: Callable[[Any], tuple[Tensor, ...]]
-    backward: Callable[
-        [Any, tuple[Tensor, ...], tuple[Tensor | None, ...], frozenset[str]], Gradients
-    ]
+    backward: Callable[[Any, list[Tensor], tuple[Tensor | None, ...], frozenset[str]], Gradients]
     writes: tuple[str, ...] = ()
 
 
@@ -95,11 +94,14 @@ class _ByFormula(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         count = len(ctx.places)
         tensors = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept for another backward
         flat = {**ctx.others, **dict(zip(ctx.places, tensors[:count], strict=True))}
         call = ctx.of(*(flat[i] for i in range(ctx.count)))
         wanted = [n for n, w in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if w]
-        with _without_autocast(tensors[0].device.type):
+        device, saved = tensors[0].device.type, list(tensors[count:])
+        del tensors
+        with _without_autocast(device):
             made: Mapping[str, Tensor | None] = ctx.formula.backward(
-                call, tensors[count:], grads, frozenset(wanted)
+                call, saved, grads, frozenset(wanted)
             )
         return (None, None, None, *(made.get(name) for name in ctx.names))

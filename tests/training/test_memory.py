@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config
 
 import moe_ops
@@ -53,6 +55,31 @@ def test_a_token_keeps_its_input_and_its_rows_before_the_activation(form: str) -
     assert per_token >= 4 * (D + 2 * K * I), "the test sees what is kept"
 
 
+def test_what_was_kept_is_free_before_gradients_of_weights_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for a graph that is kept for another backward."""
+    kept: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+    part = type(moe_ops.experts).part
+
+    def watched(op: Any, call: Any) -> Any:
+        if op is moe_ops.expert_wgrad:
+            alive.append(kept[-1]() is not None)
+        made = part(op, call)
+        if op is moe_ops.experts_saving:
+            kept.append(weakref.ref(made[1].untyped_storage()))
+        return made
+
+    monkeypatch.setattr(type(moe_ops.experts), "part", watched)
+    out = run("plain").sum()
+    out.backward(retain_graph=True)
+    assert alive == [True, True]
+    alive.clear()
+    out.backward()
+    assert alive == [False, False]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("how", ["ops", pytest.param("inductor", marks=COMPILES)])
 def test_no_tensor_of_the_joint_graph_is_large(form: str, how: str) -> None:
@@ -77,9 +104,7 @@ def test_no_tensor_of_the_joint_graph_is_large(form: str, how: str) -> None:
         return moe_ops.experts(x, weights, LAYER.ids_TK, w13, w2, **rest)
 
     if how == "ops":
-        backend: Any = torch._dynamo.backends.common.aot_autograd(
-            fw_compiler=keep, bw_compiler=keep
-        )
+        backend: Any = aot_autograd(fw_compiler=keep, bw_compiler=keep)
         call = torch.compile(function, backend=backend, fullgraph=True)
     else:
         options = moe_ops.inductor_options()
