@@ -116,8 +116,11 @@ def make_empty(
 
 
 def _empty_linears(model: PreTrainedModel, format: str, names: frozenset[str]) -> None:
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or not (name in names or _is_one_of(name, names)):
+    modules = dict(model.named_modules())
+    # Of a head that was saved or is loaded without; a name that the model has is no part of others.
+    others = names - modules.keys()
+    for name, module in modules.items():
+        if not isinstance(module, nn.Linear) or not (name in names or _is_one_of(name, others)):
             continue
         reason = refusal(module.out_features, module.in_features, format)
         if reason is not None:
