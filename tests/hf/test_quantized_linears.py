@@ -221,6 +221,16 @@ def test_names_that_end_as_those_of_layers_in_codes_are_no_part_of_them(tmp_path
     check_same(model, WithDraft.from_pretrained(tmp_path))
 
 
+def test_a_model_of_which_a_part_was_quantised_is_not_read_with_random_experts(
+    tmp_path: Path,
+) -> None:
+    model = qwen()
+    moe_ops.quantize_model(model.model, None, linear_format="int8:row", progress=False)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.0\.mlp\.experts\..*, not on a"):
+        type(model).from_pretrained(tmp_path)
+
+
 def test_experts_of_floats_stay_and_are_saved_so(tmp_path: Path) -> None:
     model = qwen()
     moe_ops.quantize_model(model, None, linear_format=FP8, progress=False)
