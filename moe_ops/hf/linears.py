@@ -21,6 +21,7 @@ from moe_ops.quant.schemes import SCHEMES
 ROUTER = re.compile(r"router|gate$", re.IGNORECASE)  # of names of modules and of classes
 EXPANDS = "expand_kv", "kv_b_proj"  # a method of attention over latents, and what it reads
 PEFT = "base_layer", "original_module"  # what its adapters, and copies that it trains, are beside
+PRECISE = "is among what its model keeps in float32"
 BESIDE = "is beside experts, as routers and gates of shared experts are"
 
 
@@ -186,6 +187,8 @@ def _refusal(model: PreTrainedModel, name: str, linear: nn.Linear, format: str) 
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in (*tied, *tied.values()):
         return "shares its weight with another part of the model"
+    if _is_kept_precise(model, name):
+        return PRECISE
     return _refusal_of(linear, format)
 
 
@@ -203,7 +206,15 @@ def _refusal_of_head(
     others = [key for key in tied if not key.startswith(f"{name}.")]
     if is_tied(model, head) and others:
         return f"is tied together with {others[0]}, which would come apart"
+    if _is_kept_precise(model, name):
+        return PRECISE
     return _refusal_of(head, format)
+
+
+def _is_kept_precise(model: PreTrainedModel, name: str) -> bool:
+    """Whether a weight is of those that a model keeps in float32, and other quantisers keep."""
+    lists = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
+    return any(f".{part}." in f".{name}.weight." for names in lists for part in names or ())
 
 
 def _refusal_of(linear: nn.Linear, format: str) -> str | None:

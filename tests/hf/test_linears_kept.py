@@ -40,6 +40,18 @@ def test_layers_with_hooks_stay(register: Any) -> None:
     assert report.linears_kept == {"model.layers.0.self_attn.q_proj": "has hooks"}
 
 
+def test_what_a_model_keeps_in_float32_stays() -> None:
+    model = qwen()
+    model._keep_in_fp32_modules.add("self_attn.q_proj")
+    model._keep_in_fp32_modules_strict.add("lm_head")
+    report = moe_ops.quantize_model(
+        model, None, linear_format="int8:row", head_format="int8:row", progress=False
+    )
+    kept = {f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)} | {"lm_head"}
+    assert report.linears_kept == dict.fromkeys(kept, "is among what its model keeps in float32")
+    assert len(coded(model)) == 6
+
+
 def test_the_report_shows_a_weight_that_is_no_number() -> None:
     model = qwen()
     with torch.no_grad():
