@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from moe_ops.quant.schemes import SCHEMES
 
 ROUTER = re.compile(r"router|gate$", re.IGNORECASE)  # of names of modules and of classes
 EXPANDS = "expand_kv", "kv_b_proj"  # a method of attention over latents, and what it reads
+PEFT = "base_layer", "original_module"  # what its adapters, and copies that it trains, are beside
+PRECISE = "is among what its model keeps in float32"
 BESIDE = "is beside experts, as routers and gates of shared experts are"
 
 
@@ -97,7 +100,8 @@ def quantize(
         replace_everywhere(model, linear, new)
         before += linear.weight.nbytes
         after += bytes_of(new)
-        error, worst = max((error, worst), (differs, name))
+        if not differs < error and not math.isnan(error):  # a NaN is the worst
+            error, worst = differs, name
     return Linears(
         format=format, modules=len(found), bytes_before=before, bytes_after=after, error=error,
         worst=worst,
@@ -123,7 +127,9 @@ def untie(model: PreTrainedModel, name: str) -> None:
     """Have a model know that its head has a weight of its own."""
     for key in [k for k in model.all_tied_weights_keys if k.startswith(f"{name}.")]:
         del model.all_tied_weights_keys[key]
-    model.config.tie_word_embeddings = False
+    # Configurations of models with images take over what the one of their text says when read.
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config.tie_word_embeddings = False
 
 
 def is_tied(model: PreTrainedModel, head: nn.Linear) -> bool:
@@ -168,7 +174,7 @@ def _refusal(model: PreTrainedModel, name: str, linear: nn.Linear, format: str) 
     path, _, own = name.rpartition(".")
     parent = model.get_submodule(path)
     within = _within(model, path)
-    if any(hasattr(module, "base_layer") for module in within.values()):
+    if any(hasattr(module, part) for module in within.values() for part in PEFT):
         return "is, or has, an adapter of peft; merge it first"
     if any(hasattr(child, "has_gate") for child in parent.children()):
         return BESIDE
@@ -181,6 +187,8 @@ def _refusal(model: PreTrainedModel, name: str, linear: nn.Linear, format: str) 
     tied = model.all_tied_weights_keys
     if f"{name}.weight" in (*tied, *tied.values()):
         return "shares its weight with another part of the model"
+    if _is_kept_precise(model, name):
+        return PRECISE
     return _refusal_of(linear, format)
 
 
@@ -198,7 +206,15 @@ def _refusal_of_head(
     others = [key for key in tied if not key.startswith(f"{name}.")]
     if is_tied(model, head) and others:
         return f"is tied together with {others[0]}, which would come apart"
+    if _is_kept_precise(model, name):
+        return PRECISE
     return _refusal_of(head, format)
+
+
+def _is_kept_precise(model: PreTrainedModel, name: str) -> bool:
+    """Whether a weight is of those that a model keeps in float32, and other quantisers keep."""
+    lists = (model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict)
+    return any(f".{part}." in f".{name}.weight." for names in lists for part in names or ())
 
 
 def _refusal_of(linear: nn.Linear, format: str) -> str | None:
@@ -207,7 +223,8 @@ def _refusal_of(linear: nn.Linear, format: str) -> str | None:
         return f"is {type(linear).__name__} with a weight of {type(linear.weight).__name__}"
     if linear.weight.dtype not in FLOATS:
         return f"has a weight of {linear.weight.dtype}"
-    if linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(linear, kind) for kind in hooks) or "forward" in vars(linear):
         return "has hooks"
     return refusal(linear.out_features, linear.in_features, format)
 

@@ -116,8 +116,11 @@ def make_empty(
 
 
 def _empty_linears(model: PreTrainedModel, format: str, names: frozenset[str]) -> None:
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear) or not (name in names or _is_one_of(name, names)):
+    modules = dict(model.named_modules())
+    # Of a head that was saved or is loaded without; a name that the model has is no part of others.
+    others = names - modules.keys()
+    for name, module in modules.items():
+        if not isinstance(module, nn.Linear) or not (name in names or _is_one_of(name, others)):
             continue
         reason = refusal(module.out_features, module.in_features, format)
         if reason is not None:
@@ -132,15 +135,18 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
     """The file of each quantised tensor of a model by the tensor's name; nothing is read but names.
 
     Raises ValueError, naming file and tensor, for one that is missing or has another shape or dtype
-    than the model. Without safetensors files, `check_loaded` alone looks at what came.
+    than the model, and for experts of floats that are missing: they would be random. Without
+    safetensors files, `check_loaded` alone looks at what came.
     """
     if files is None or not all(str(file).endswith(".safetensors") for file in files):
         return {}
     coded = dict(_coded(model))
     known = {key: name for name in coded for key in _names(model, name)}
     places: dict[str, str] = {}
+    saved: set[str] = set()
     for file in map(str, files):
         with safe_open(file, framework="pt") as opened:
+            saved.update(opened.keys())
             for key in sorted(set(opened.keys()) & known.keys()):  # what says the format first
                 name = known[key]
                 what, stored = _holder(model, name)
@@ -161,6 +167,14 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
         raise ValueError(
             f"{Path(files[0]).parent} lacks {lacking}, which config.json says the quantised "
             f"{_holder(model, lacking)[0]} have; {AGAIN}"
+        )
+    floats = (n for n in _experts_of_floats(model) if saved.isdisjoint(_names(model, n)))
+    lacking = next((n for n in floats if n not in tied), None)
+    if lacking is not None:
+        raise ValueError(
+            f"{Path(files[0]).parent} lacks {lacking}, the experts that config.json does not say "
+            "are quantised, under the name that the model has for them; call quantize_model on the "
+            "model that is saved, not on a model in it, and save it again"
         )
     return places
 
@@ -224,6 +238,15 @@ def _coded(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             t = own.get(name)
             if t is not None:
                 yield f"{prefix}.{name}" if prefix else name, t
+
+
+def _experts_of_floats(model: PreTrainedModel) -> Iterator[str]:
+    """The names of the weights and biases of experts that hold no codes."""
+    for prefix, module in model.named_modules():
+        if hasattr(module, "has_gate") and not isinstance(module, QuantizedExperts):
+            yield from (
+                f"{prefix}.{name}" for name, t in module._parameters.items() if t is not None
+            )
 
 
 def _holder(model: PreTrainedModel, name: str) -> tuple[str, str]:

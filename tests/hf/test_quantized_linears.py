@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel
+from transformers import AutoModel, Qwen3MoeModel
 
 import moe_ops
 from moe_ops.hf.linears import Linears
@@ -169,6 +169,17 @@ def test_a_head_that_is_tied_gets_codes_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.skipif("glm4v_moe" not in families.discover(), reason="wants glm4v_moe")
+def test_a_tied_head_whose_configuration_reads_that_of_the_text(tmp_path: Path) -> None:
+    model = families.build("glm4v_moe").model
+    for config in (model.config, model.config.text_config):
+        config.tie_word_embeddings = True
+    model.tie_weights()
+    moe_ops.quantize_model(model, None, head_format="int8:row", progress=False)
+    model.save_pretrained(tmp_path)
+    check_same(model, type(model).from_pretrained(tmp_path))
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_saved_and_loaded_bit_by_bit(format: str, tmp_path: Path) -> None:
     model = quantized(linears=format, head=FORMATS[0])
@@ -194,6 +205,30 @@ def test_a_model_without_its_head_reads_the_layers(tmp_path: Path) -> None:
     base = AutoModel.from_pretrained(tmp_path)
     assert len(coded(base)) == 8
     check_same(base, model.model)
+
+
+def test_names_that_end_as_those_of_layers_in_codes_are_no_part_of_them(tmp_path: Path) -> None:
+    class WithDraft(Qwen3MoeModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.draft = nn.ModuleDict({"layers": nn.ModuleList([nn.Module()])})
+            self.draft["layers"][0].self_attn = nn.ModuleDict({"q_proj": nn.Linear(64, 64)})
+
+    model = WithDraft(qwen().config)
+    moe_ops.quantize_model(model, None, linear_format="int8:row", progress=False)
+    assert "layers.0.self_attn.q_proj" in coded(model) and len(coded(model)) == 8
+    model.save_pretrained(tmp_path)
+    check_same(model, WithDraft.from_pretrained(tmp_path))
+
+
+def test_a_model_of_which_a_part_was_quantised_is_not_read_with_random_experts(
+    tmp_path: Path,
+) -> None:
+    model = qwen()
+    moe_ops.quantize_model(model.model, None, linear_format="int8:row", progress=False)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.0\.mlp\.experts\..*, not on a"):
+        type(model).from_pretrained(tmp_path)
 
 
 def test_experts_of_floats_stay_and_are_saved_so(tmp_path: Path) -> None:
