@@ -221,7 +221,7 @@ def test_names_that_end_as_those_of_layers_in_codes_are_no_part_of_them(tmp_path
     check_same(model, WithDraft.from_pretrained(tmp_path))
 
 
-def test_a_model_of_which_a_part_was_quantised_is_not_read_with_random_experts(
+def test_a_model_quantized_in_part_is_not_read_with_random_experts(
     tmp_path: Path,
 ) -> None:
     model = qwen()
