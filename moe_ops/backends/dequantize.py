@@ -25,6 +25,7 @@ from moe_ops.ops.expert_gemm import (
     of_rows,
 )
 from moe_ops.quant.formats import ALL, Format
+from moe_ops.quant.packing import row_blocks
 from moe_ops.registry.gradients import needs_grad
 
 READS = (
@@ -88,12 +89,10 @@ def linears_by_blocks(call: QuantizedLinearsCall) -> list[Tensor]:
 def blocks(call: QuantizedLinearsCall, g: int) -> Iterator[tuple[slice, QuantizedLinearsCall]]:
     """Rows of a weight, and the call of these alone: whole groups of rows, of MOST_VALUES at most
     unless a group has more."""
-    (N, _), K, down = call.weights[g].shape, call.x_TK.shape[1], Format.of(call.w_format).group[0]
-    each = 1 if down == ALL else down
-    step = max(1, MOST_VALUES // max(1, each * K)) * each
-    for first in range(0, N, step):
-        rows = slice(first, min(first + step, N))
-        groups = slice(None) if down == ALL else slice(first // down, -(-rows.stop // down))
+    down = Format.of(call.w_format).group[0]
+    sizes = call.weights[g].shape[0], call.x_TK.shape[1]
+    for rows, own in row_blocks(*sizes, 1 if down == ALL else down, MOST_VALUES):
+        groups = slice(None) if down == ALL else own
         zero, bias = call.zeros[g], call.biases[g]
         yield (
             rows,

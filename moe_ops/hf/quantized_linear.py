@@ -86,7 +86,11 @@ class QuantizedLinear(HoldsCodes):
         if self.weight_global_scale is not None:
             self.weight_global_scale.copy_(packing.global_scale_of(w_NK, format))
         wrong, all_of_it = w_NK.new_zeros(2, dtype=torch.float64)
-        for rows, groups in self._blocks(format.group[0]):
+        down = format.group[0]
+        each = self.out_features if down == ALL else down
+        for rows, groups in packing.row_blocks(
+            self.out_features, self.in_features, each, MOST_VALUES
+        ):
             w = w_NK[rows].float()
             common = self.weight_global_scale
             done = packing.quantize(w, format, global_scale=common, scale_rule=scale_rule)
@@ -111,14 +115,6 @@ class QuantizedLinear(HoldsCodes):
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.weight_codes, self.weight_scale, self.weight_zero
-
-    def _blocks(self, down: int) -> Iterator[tuple[slice, slice]]:
-        """Rows, and the groups of rows that they are, of which a block has whole ones."""
-        each = self.out_features if down == ALL else down
-        count = max(1, MOST_VALUES // max(1, each * self.in_features))
-        for first in range(0, -(-self.out_features // each), count):
-            rows = slice(first * each, min((first + count) * each, self.out_features))
-            yield rows, slice(first, first + count)
 
     def _refusals(self, state_dict: dict[str, Any], prefix: str) -> Iterable[str]:
         given = state_dict.get(prefix + FORMAT)

@@ -11,6 +11,7 @@ on every device, in `torch.compile` and in a CUDA graph. What codes of an elemen
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -141,6 +142,14 @@ def expand(scale: Tensor, group: tuple[int, int], rows: int, columns: int) -> Te
 def _groups(n: int, size: int) -> int:
     """Groups of n on an axis. Not Parsed.scale_shape: to parse a string breaks a compiled graph."""
     return 1 if n == ALL else (size + n - 1) // n
+
+
+def row_blocks(rows: int, columns: int, down: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Rows of a weight, `most` values at a time but whole groups of `down` rows at least, and the
+    groups that they are."""
+    count = max(1, most // max(1, down * columns))
+    for first in range(0, _groups(down, rows), count):
+        yield slice(first * down, min((first + count) * down, rows)), slice(first, first + count)
 
 
 def global_scale_of(x: Tensor, format: Format, *, by_row: bool = False) -> Tensor:
