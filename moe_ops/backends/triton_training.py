@@ -13,6 +13,7 @@ from moe_ops.backends.triton_device import FLOATS, either, refuse_device
 from moe_ops.backends.triton_hopper import refuse_gemm, refuse_wgrad, refused_products
 from moe_ops.backends.triton_support import supports_experts
 from moe_ops.kernels.triton import Act
+from moe_ops.ops.activate import Options, options_of
 from moe_ops.ops.activate_backward import ActivateBackwardCall, activate_backward
 from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
 from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall, expert_wgrad_onto
@@ -20,8 +21,6 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
 from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.gradients import needs_grad
-
-Activated = tuple[Any, ...]  # what `Act` is made of
 
 
 def supports_wgrad(call: ExpertWgradCall) -> str | None:
@@ -117,12 +116,11 @@ def _activate_backward(
 
     c = call
     tensors = with_rows(c.dh_RI), with_rows(c.y_RF), contiguous(c.weights_TK), contiguous(c.rows_R)
-    act = c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift
-    return replay(_launch_activate_backward, tensors, (act, c.for_weights), before)
+    return replay(_launch_activate_backward, tensors, (options_of(c), c.for_weights), before)
 
 
 def _launch_activate_backward(
-    dh_RI: Tensor, y_RF: Tensor, weights_TK: Tensor, rows_R: Tensor, act: Activated,
+    dh_RI: Tensor, y_RF: Tensor, weights_TK: Tensor, rows_R: Tensor, act: Options,
     for_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from moe_ops.kernels.triton.activate_backward import activate_backward as launched
