@@ -8,10 +8,9 @@
 
 The second also quantises the experts, in place: weights, or weights+inputs, in a format of
 docs/FORMATS.md; the third then gives them an adapter of a rank, and the fourth has linear layers
-and the head in codes. Prints decoded tokens per second
-(between 64 and 128 new tokens), the time of a prompt, of the first call, the memory beyond weights
-and key-value cache, and where a step's time goes. A second run of the same command finds the
-compiled code in torch's caches.
+and the head in codes. Prints decoded tokens per second (between 64 and 128 new tokens), the time of
+a prompt, of the first call, the memory beyond weights and key-value cache, and where a step's time
+goes. A second run of the same command finds the compiled code in torch's caches.
 """
 
 from __future__ import annotations
