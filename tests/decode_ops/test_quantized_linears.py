@@ -24,19 +24,20 @@ FORMATS = ("float8_e4m3fn:row", "float8_e4m3fn:128x128", "int8:tensor", "uint4:1
 
 
 def call_of(
-    T: int, K: int, sizes: tuple[int, ...], format: str, dtype: torch.dtype = F32
-) -> tuple[QuantizedLinearsCall, list[Tensor]]:
+    T: int, K: int, sizes: tuple[int, ...], format: str, dtype: torch.dtype = F32,
+    device: str = "cpu",
+) -> tuple[QuantizedLinearsCall, list[Tensor]]:  # fmt: skip
     """A call with a bias for every other weight, and what its codes stand for."""
     found, parts, values = Format.of(format), [], []
     for g, n in enumerate(sizes):
-        w_NK = torch.randn(n, K) * K**-0.5
+        w_NK = torch.randn(n, K, device=device) * K**-0.5
         common = packing.global_scale_of(w_NK, found) if found.has_global_scale else None
         done = packing.quantize(w_NK, found, global_scale=common)
-        bias = None if g % 2 else torch.randn(n).to(dtype)
+        bias = None if g % 2 else torch.randn(n, device=device).to(dtype)
         parts.append((done.values, done.scale, done.zero, common, bias))
         values.append(packing.dequantize(done.values, done.scale, found, done.zero, common))
     lists = dict(zip(LISTS, map(list, zip(*parts, strict=True)), strict=True))
-    x_TK = torch.randn(T, K).to(dtype)
+    x_TK = torch.randn(T, K, device=device).to(dtype)
     return QuantizedLinearsCall(x_TK=x_TK, w_format=format, **lists), values
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -18,7 +20,10 @@ from moe_ops.kernels.triton.decode.quantized_linears import run
 from moe_ops.kernels.triton.decode.quantized_linears_plan import QuantizedLinearsPlan, plan_for
 from moe_ops.testing import F16, F32, Tol, assert_close
 from tests.chosen import in_turn
-from tests.decode_ops.test_quantized_linears import call_of
+from tests.decode_ops import test_quantized_linears as of_the_op
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+call_of = partial(of_the_op.call_of, device=DEVICE)
 
 FORMATS = ("float8_e4m3fn:row", "float8_e4m3fn:128x128", "float8_e4m3fn:tensor", "int8:row",
            "uint8:1x32:bfloat16", "uint4:1x32", "int4:row", "mxfp4", "mxfp6_e2m3", "mxfp6_e3m2",
@@ -66,7 +71,7 @@ def test_tiles_of_other_sizes(rows: int) -> None:
 
 def test_a_view_of_a_wider_input_and_no_rows() -> None:
     call, _ = call_of(3, 128, (20,), "mxfp4", F16)
-    wide = torch.full((3, 200), float("nan"), dtype=F16)
+    wide = torch.full((3, 200), float("nan"), dtype=F16, device=DEVICE)
     wide[:, 16:144] = call.x_TK
     want = multiply_few(call)[0]
     call.x_TK = wide[:, 16:144]

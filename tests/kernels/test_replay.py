@@ -185,6 +185,30 @@ def test_more_results_than_one_and_views_of_arguments() -> None:
     assert len(host_code) == 1
 
 
+def chained(a: Tensor) -> Tensor:
+    """16 a, by four launches through three tensors, of which two at a time are needed."""
+    host_code.append("chained")
+    now = a
+    for _ in range(3):
+        made = a.new_empty(a.shape)
+        launch(scale, (1,), now, made, a.numel(), 2.0)
+        now = made
+    out = a.new_empty(a.shape)
+    launch(scale, (1,), now, out, a.numel(), 2.0)
+    return out
+
+
+def test_a_buffer_holds_what_is_needed_at_one_time() -> None:
+    for _ in range(4):
+        a = torch.randn(640)
+        out = replay(chained, (a,), ())
+        assert isinstance(out, Tensor)
+        torch.testing.assert_close(out, 16 * a, rtol=0, atol=0)
+    (recording,) = module._recordings.values()
+    assert host_code == ["chained"]
+    assert recording is not None and recording.buffer_bytes == 2 * a.nbytes
+
+
 def described(a: Tensor) -> Tensor:
     """a[1:], by TMA descriptors."""
     host_code.append("described")

@@ -27,13 +27,14 @@ from triton import knobs
 from triton.runtime import driver
 
 from moe_ops.kernels.triton.first_use import tell_of_first_compilation
+from moe_ops.kernels.triton.lifetimes import Life, offsets
 from moe_ops.kernels.triton.recorded import Launch, Place, recorded
 from moe_ops.kernels.triton.shadows import Shadow
 
 Tensors = tuple[Tensor | None, ...]
 R = TypeVar("R", bound=Tensor | tuple[Tensor, ...])
+T = TypeVar("T")
 
-ALIGNMENT = 256  # bytes, of what shares one buffer: as the allocator of CUDA aligns
 MOST_RECORDINGS = 4096
 _ALLOCATIONS = (
     torch.ops.aten.new_empty.default,
@@ -133,7 +134,7 @@ def _kind(t: Tensor) -> Hashable:
 @dataclass(slots=True, kw_only=True)
 class _Recording:
     """The launches of a call. Its bases are the addresses of its tensors, of its results and of a
-    buffer for all else that it allocates."""
+    buffer for all else that it allocates, in which tensors lie by their lives."""
 
     launches: list[Launch]
     device: torch.device
@@ -195,10 +196,10 @@ def _record(
     made = {(t.data_ptr(), tuple(t.shape)) for t in recorder.made if t.is_contiguous()}
     if not recorder.whole or any((t.data_ptr(), tuple(t.shape)) not in made for t in results):
         return result, None
-    bases = _Bases(tensors, results, recorder.made)
     first = tensors[0]
     assert first is not None
     try:
+        bases = _Bases(tensors, results, recorder)
         launches = [recorded(*noted, bases.place) for noted in recorder.noted]
     except _Unclear:
         return result, None
@@ -219,31 +220,49 @@ class _Unclear(Exception):
 class _Bases:
     """Tells to which tensor of a call an address belongs."""
 
-    def __init__(self, tensors: Tensors, results: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        self.buffer_bytes = 0
+    def __init__(self, tensors: Tensors, results: Sequence[Tensor], recorder: _Recorder) -> None:
         # Begin, end, place of the begin.
         self._spans: list[tuple[int, int, Place]] = []
         for index, t in enumerate((*tensors, *results)):
             if t is not None and t.numel():
                 self._put(t, (index, 0))
-        buffer = len(tensors) + len(results)
-        known = [t.data_ptr() for t in results]
-        for t in made:
-            if t.numel() and t.data_ptr() not in known:
-                self._put(t, (buffer, self.buffer_bytes))
-                self.buffer_bytes += -(-_bytes(t) // ALIGNMENT) * ALIGNMENT
+        known = {t.data_ptr() for t in results}
+        others = [t for t in recorder.made if t.numel() and t.data_ptr() not in known]
+        at, self.buffer_bytes = offsets(_lives(others, recorder))
+        for t, offset in zip(others, at, strict=True):
+            self._put(t, (len(tensors) + len(results), offset))
 
     def _put(self, t: Tensor, place: Place) -> None:
         begin = t.data_ptr()
         self._spans.append((begin, begin + _bytes(t), place))
 
     def place(self, address: int) -> Place:
-        found = [s for s in self._spans if s[0] == address]
-        found = found or [s for s in self._spans if s[0] <= address < s[1]]
-        if len(found) != 1:
-            raise _Unclear
-        begin, _, (base, offset) = found[0]
+        begin, _, (base, offset) = _one_at(address, self._spans)
         return base, offset + address - begin
+
+
+def _lives(made: Sequence[Tensor], recorder: _Recorder) -> list[Life]:
+    """From the first to the last launch that is given an address in each of these tensors."""
+    spans = [(t.data_ptr(), t.data_ptr() + _bytes(t), i) for i, t in enumerate(made)]
+    launches: list[list[int]] = [[] for _ in made]
+    for launch, (_, _, args) in enumerate(recorder.noted):
+        for value in args:
+            t = getattr(value, "base", value)  # of a TMA descriptor
+            if isinstance(t, Tensor) and any(b <= t.data_ptr() < e for b, e, _ in spans):
+                launches[_one_at(t.data_ptr(), spans)[2]].append(launch)
+    return [
+        Life(nbytes=_bytes(t), first=min(of, default=0), last=max(of, default=0))
+        for t, of in zip(made, launches, strict=True)
+    ]
+
+
+def _one_at(address: int, spans: Sequence[tuple[int, int, T]]) -> tuple[int, int, T]:
+    """The one span that begins at an address or, without any, holds it. Raises _Unclear."""
+    found = [s for s in spans if s[0] == address]
+    found = found or [s for s in spans if s[0] <= address < s[1]]
+    if len(found) != 1:
+        raise _Unclear
+    return found[0]
 
 
 def _bytes(t: Tensor) -> int:

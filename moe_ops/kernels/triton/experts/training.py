@@ -120,7 +120,7 @@ def _backward(
     R, (for_tokens, for_weights), (rows_R, ends_E) = T * K, wanted, order
     pairs, b2_ED = _pairs(adapters), layer.b2_ED
     pair2, pair13 = (turned(p, whole) for p, whole in zip(reversed(pairs), wgmma, strict=True))
-    dh_RI, dx_RD = new(R, I), new(R if for_tokens else 0, D)
+    dh_RI = new(R, I)
     tiles = None
     if T > 0:
         tiles = tile_map(ends_E, R, tile_rows(grad_TD, R, w2_EID, wgmma[0]))
@@ -135,6 +135,7 @@ def _backward(
     if b2_ED is not None and T > 0:
         add_bias_dots(grad_TD, b2_ED, rows_R, ends_E, dweights_TK)
     added13 = added_rows(dy_RF, order, adapters, pair13, K, E, of_tokens=False)
+    dx_RD = new(R if for_tokens else 0, D)
     args = dy_RF, None, ends_E, w13_EDF, None, dx_RD, None, LINEAR, tiles, wgmma[1]
     product(*args, added=added13)
     dx_TD = sum_rows(dx_RD, inverse_of(rows_R), None, K) if for_tokens and T > 0 else new(0, D)
