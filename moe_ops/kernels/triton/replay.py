@@ -28,6 +28,7 @@ from triton.runtime import driver
 
 from moe_ops.kernels.triton.first_use import tell_of_first_compilation
 from moe_ops.kernels.triton.lifetimes import Life, offsets
+from moe_ops.kernels.triton.loading import load_one_at_a_time
 from moe_ops.kernels.triton.recorded import Launch, Place, recorded
 from moe_ops.kernels.triton.shadows import Shadow
 
@@ -56,6 +57,7 @@ _recordings: dict[Hashable, _Recording | None] = {}
 
 
 tell_of_first_compilation()
+load_one_at_a_time()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
