@@ -121,7 +121,7 @@ def test_what_does_not_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plans_hold_all_rows_and_share_columns() -> None:
     for T in range(1, MOST_STREAMED + 1):
         for K in (32, 2048, 2880, 8192):
-            plan = stream_plan_for(T, K)
+            plan = stream_plan_for(T, K, 128)
             assert plan.tokens >= T and plan.S == plan.C and plan.warps <= 8
-    found = [stream_plan_for(T, K) for T, K in ((8, 2048), (8, 4096), (32, 2048), (32, 4096))]
+    found = [stream_plan_for(T, K, -1) for T, K in ((8, 2048), (8, 4096), (32, 2048), (32, 4096))]
     assert [(plan.S, plan.ahead) for plan in found] == [(4, 4), (8, 4), (4, 4), (8, 1)]

@@ -53,13 +53,14 @@ def row_plan_for(N: int, K: int, processors: int) -> QuantizedRowPlan:
 
 
 @functools.cache
-def stream_plan_for(T: int, K: int) -> Stream:
-    """The plan for T rows of input and weights of K columns whose codes stream through registers:
-    warps share columns until each has four steps, which it asks for at once. Of more rows than 16
-    eight warps ask for one at a time: tokens take the registers."""
+def stream_plan_for(T: int, K: int, across: int) -> Stream:
+    """The plan for T rows of input and weights of K columns, in groups of `across`, whose codes
+    stream through registers: warps share columns until each has four steps, which it asks for at
+    once. Many scales and the tokens of more than 16 rows take registers from these."""
     NT = triton.next_power_of_2(triton.cdiv(T, 8))
     S = power_below(max(1, min(8, triton.cdiv(K, STEP) // 4)))
-    return Stream(S=S, C=S, NT=NT, ahead=1 if NT > 2 and S == 8 else 4)
+    ahead = 1 if NT > 2 and S == 8 else 3 if across == 16 else 4
+    return Stream(S=S, C=S, NT=NT, ahead=ahead)
 
 
 @functools.cache

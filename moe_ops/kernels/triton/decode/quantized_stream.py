@@ -38,7 +38,7 @@ def _launch(x_TK: Tensor, layers: Coded, outs: Sequence[Tensor], plan: Stream | 
 
     (T, K), weight = x_TK.shape, layers.weight
     if plan is None:
-        plan = stream_plan_for(T, K)
+        plan = stream_plan_for(T, K, weight.across)
     assert plan.tokens >= T
     programs, constants = layers.constants(plan.rows)
     launch(
