@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_linears import multiply_few, multiply_normed, supports_normed
-from moe_ops.decode_ops import normed_quantized_linears
+from moe_ops.decode_ops import normed_quantized_linears, quantized_linears
 from moe_ops.decode_ops.normed_quantized_linears import NormedQuantizedLinearsCall
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall
 from moe_ops.kernels.triton.decode.coded import Coded
@@ -83,6 +83,16 @@ def test_an_infinite_scale_and_a_code_of_zero_are_no_number() -> None:
     call.scales[0][1, 0] = float("inf")
     (y,) = run_row(call.x_TK, coded(call))
     assert y.isnan().tolist() == [[False, True, False, False]]
+
+
+@pytest.mark.parametrize("format", ["uint4:1x32", "uint8:row", "int4:1x32", "float8_e4m3fn:row"])
+def test_an_infinite_input_gives_what_the_definition_does(format: str) -> None:
+    """Also where codes have zero points, which are not multiplied apart."""
+    call, _ = call_of(1, 64, (40,), format, F16)
+    call.x_TK[0, 5] = float("inf")
+    (got,), (want,) = run_row(call.x_TK, coded(call)), quantized_linears.body(call)
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.isinf(), want.isinf())
+    assert torch.equal(got.sign()[~got.isnan()], want.sign()[~want.isnan()])
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -170,11 +170,12 @@ def sums_of(
     """[N, C] in float32: products of a step's codes with the row, summed over each EACH columns."""
     ACROSS: tl.constexpr = W.across
     KIND: tl.constexpr = W.kind
-    product_NK = floats_of(w_NP, W, DTYPE) * x_K[None, :]
-    sum_NC = tl.sum(tl.reshape(product_NK, (BN, BK // EACH, EACH)), 2)
+    value_NK = floats_of(w_NP, W, DTYPE)
     if HAS_ZERO:
-        x_C = tl.sum(tl.reshape(x_K, (BK // EACH, EACH)), 1)
-        sum_NC -= zero_NC.to(tl.float32) * x_C[None, :]
+        value_NCE = tl.reshape(value_NK, (BN, BK // EACH, EACH))
+        value_NCE -= zero_NC.to(tl.float32)[:, :, None]
+        value_NK = tl.reshape(value_NCE, (BN, BK))
+    sum_NC = tl.sum(tl.reshape(value_NK * x_K[None, :], (BN, BK // EACH, EACH)), 2)
     if ACROSS != -1:
         sum_NC *= finite(scale_of(scale_NC, KIND))
     return sum_NC
