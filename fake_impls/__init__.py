@@ -31,6 +31,7 @@ from .experts_saving import experts_saving
 from .linears import linears
 from .moe import moe
 from .normed_linears import normed_linears
+from .normed_quantized_linears import normed_quantized_linears
 from .one_query import one_query
 from .one_query_latents import one_query_latents
 from .quantize import quantize
@@ -67,6 +68,7 @@ __all__ = [
     "linears",
     "moe",
     "normed_linears",
+    "normed_quantized_linears",
     "one_query",
     "one_query_latents",
     "quantize",

@@ -1,4 +1,4 @@
-"""The norm of one row, and the sum before it, become a part of the linear layers that read it.
+"""The norm of a few rows, and the sum before it, become a part of the linear layers that read it.
 
 Each is too small for a launch: that, and what a launch waits for the one before, is all it costs.
 """
@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from moe_ops.decode_ops.normed_linears import NormedLinearsCall, refusal
+from moe_ops.backends.triton_linears import supports_normed
+from moe_ops.decode_ops.linears import MOST_ROWS
+from moe_ops.decode_ops.normed_linears import NormedLinearsCall
+from moe_ops.decode_ops.normed_linears import refusal as refusal_of_linears
+from moe_ops.decode_ops.normed_quantized_linears import NormedQuantizedLinearsCall
+from moe_ops.decode_ops.normed_quantized_linears import refusal as refusal_of_codes
+from moe_ops.passes.merge_linears import PLAN, runs_kernels
 from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import (
     arg,
@@ -23,6 +29,7 @@ from moe_ops.passes.rewriting.graph import (
     operand,
     ops,
     outputs,
+    parameters_of,
     peel,
     prims,
     require,
@@ -47,16 +54,26 @@ class Norm:
 
 
 def fuse_norm(graph: fx.Graph, context: Context) -> int:
-    """Turn each RMS norm of one row that a `linears` reads, and that `linears`, into
-    `normed_linears`, with the sum that is normed if there is one."""
-    nodes = graph.find_nodes(op="call_function", target=ops.linears.planned)
-    return each(RULE, filter(is_of_a_product, nodes), lambda node: _fuse(graph, node), context)
+    """Turn each RMS norm of up to 64 rows that a `linears` reads, and that `linears`, into
+    `normed_linears`, with the sum that is normed if there is one; and that of a
+    `quantized_linears` which a GPU runs into `normed_quantized_linears`.
+
+    A norm that both read goes into the launch that comes first."""
+    parameters = parameters_of(graph)
+    found = {ops.linears.planned, ops.quantized_linears.planned}
+    nodes = [n for n in graph.nodes if n.op == "call_function" and n.target in found]
+    return each(
+        RULE, filter(is_of_a_product, nodes), lambda node: _fuse(graph, node, parameters), context
+    )
 
 
 def is_of_a_product(linears: fx.Node) -> bool:
-    """Whether the input is one row and a product, as what a norm ends with is, rounded or not."""
+    """Whether the input is a few rows and a product, as what a norm ends with is, rounded or not,
+    of a device with kernels."""
     x = operand(linears, 0)
-    return tensor(x).shape[0] == 1 and is_call(unconverted(peel(x)), aten.mul.Tensor)
+    T = tensor(x).shape[0]
+    few = isinstance(T, int) and T <= MOST_ROWS and runs_kernels(tensor(x).device)
+    return few and is_call(unconverted(peel(x)), aten.mul.Tensor)
 
 
 def unconverted(node: Any) -> Any:
@@ -132,22 +149,29 @@ def _either(node: fx.Node, target: Any, what: str) -> tuple[Any, fx.Node]:
     return a, call(b, target, what=what)
 
 
-def _fuse(graph: fx.Graph, linears: fx.Node) -> str:
+def _fuse(graph: fx.Graph, linears: fx.Node, parameters: set[fx.Node]) -> str:
     norm = read(peel(operand(linears, 0)))
+    # It is read ahead of the end of the launch before.
+    require(norm.gain in parameters, f"the gain {norm.gain} is no parameter")
     terms = _terms(graph, norm)
     weights: Any = operand(linears, 1)
     shape = list(tensor(operand(linears, 0)).shape)
     fakes = [tensor(term).reshape(shape) for term in terms]
     others: Any = fx.node.map_arg(linears.args[1:], tensor)
     terms_of = (fakes[0], fakes[1] if len(fakes) > 1 else None)
-    given = (*terms_of, tensor(norm.gain), norm.eps, *others, norm.shift)
-    reason = refusal(NormedLinearsCall(*given))
+    given: Any = (*terms_of, tensor(norm.gain), norm.eps, *others, norm.shift)
+    codes = is_call(linears, ops.quantized_linears.planned)
+    if codes:
+        target, of_codes = ops.normed_quantized_linears, NormedQuantizedLinearsCall(*given)
+        reason = refusal_of_codes(of_codes) or supports_normed(of_codes)
+    else:
+        target, reason = ops.normed_linears, refusal_of_linears(NormedLinearsCall(*given))
     require(reason is None, str(reason))
     with graph.inserting_before(norm.out):
         rows = [insert(graph, aten.reshape.default, (term, shape), norm.out) for term in terms]
         first = (*rows, *[None] * (2 - len(rows)))
         arguments = (*first, norm.gain, norm.eps, *linears.args[1:], norm.shift)
-        fused = insert(graph, ops.normed_linears.planned, arguments, linears, linears.kwargs)
+        fused = insert(graph, target.planned, arguments, linears, PLAN)
         results = outputs(graph, fused)
         *sums, normed = results[: len(rows)]
         ys = results[len(rows) :]

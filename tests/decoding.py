@@ -11,8 +11,9 @@ from moe_ops.registry.spec import DECODE_OPS
 
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes take every device for a GPU with kernels; in graphs these run the definition."""
-    file = importlib.import_module("moe_ops.passes.merge_linears")
-    monkeypatch.setattr(file, "runs_kernels", lambda device: True)
+    for name in ("merge_linears", "fuse_norm"):
+        file = importlib.import_module(f"moe_ops.passes.{name}")
+        monkeypatch.setattr(file, "runs_kernels", lambda device: True)
     for op in DECODE_OPS.values():
         define(monkeypatch, op.name, "triton")
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn.functional import linear
 
 from moe_ops.backends.strides import contiguous, with_rows
-from moe_ops.backends.triton_device import HALF, either
+from moe_ops.backends.triton_ahead import begins_alone
+from moe_ops.backends.triton_device import HALF, either, refuse_hopper
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_gemm import refuse_codes, values_of
+from moe_ops.backends.triton_hopper import STREAMED
 from moe_ops.decode_ops.linears import MOST_ROWS
+from moe_ops.decode_ops.normed_quantized_linears import (
+    NormedQuantizedLinearsCall,
+    normed_quantized_linears,
+)
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
-from moe_ops.registry.backend import Rows
+from moe_ops.registry.backend import Rows, is_aligned
 from moe_ops.registry.gradients import needs_grad
 
 DECODED = "triton.decoded"
@@ -67,7 +75,56 @@ def multiply_few(call: QuantizedLinearsCall) -> list[Tensor]:
 
     if call.x_TK.shape[0] == 0:
         return [call.x_TK.new_empty(0, w_NK.shape[0]) for w_NK in call.weights]
-    return run(
-        with_rows(call.x_TK), call.weights, call.scales, call.zeros, call.global_scales,
-        [contiguous(bias) for bias in call.biases], weight_of(call.w_format, ""),
+    return run(with_rows(call.x_TK), _layers(call), streams=refuse_stream(call) is None)
+
+
+def refuse_stream(call: QuantizedLinearsCall) -> str | None:
+    """Why codes do not stream through registers, or None."""
+    x_TK, weight = call.x_TK, weight_of(call.w_format, "")
+    if weight.across not in STREAMED.get(weight.element, ()):
+        return f"has no decoder of {call.w_format}"
+    whole = 16 if weight.bits == 8 else 32
+    if x_TK.shape[1] % whole:
+        return f"needs columns that {whole} divides, got {x_TK.shape[1]}"
+    if x_TK.stride(0) % 8:
+        return f"needs rows that begin at a multiple of 8 elements, got every {x_TK.stride(0)}"
+    if not all(map(is_aligned, (x_TK, *call.weights))):
+        return "needs inputs and codes that begin at a multiple of 16 bytes"
+    return refuse_hopper(x_TK)
+
+
+def _layers(call: QuantizedLinearsCall) -> Any:
+    """What kernels take beside the input, a `Coded`."""
+    from moe_ops.kernels.triton.decode.coded import Coded
+
+    biases = [contiguous(bias) for bias in call.biases]
+    lists = (call.weights, call.scales, call.zeros, call.global_scales, biases)
+    return Coded(*lists, weight_of(call.w_format, ""))
+
+
+def supports_normed(call: NormedQuantizedLinearsCall) -> str | None:
+    """Why a norm is no part of the launch of the codes that read it, or None."""
+    if needs_grad(call.gain_K, call.residual_TK):
+        return "is not differentiable, and an argument requires grad"
+    return supports_few(call.of(call.x_TK))
+
+
+@normed_quantized_linears.backend(
+    "triton",
+    reads=normed_quantized_linears.optional,
+    supports=supports_normed,
+    devices=("cuda",),
+    priority=1,
+)
+def multiply_normed(call: NormedQuantizedLinearsCall) -> list[Tensor]:
+    """`normed_quantized_linears` of one row in one launch for the first four weights, of others in
+    one more."""
+    from moe_ops.kernels.triton.decode.quantized_linears import run_normed
+
+    return run_normed(
+        with_rows(call.x_TK), call.residual_TK, call.gain_K, call.eps, _layers(call.of(call.x_TK)),
+        call.gain_shift, streams=refuse_stream(call.of(call.x_TK)) is None,
     )  # fmt: skip
+
+
+begins_alone(normed_quantized_linears, "triton", multiply_normed)

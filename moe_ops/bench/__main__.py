@@ -175,7 +175,8 @@ def _cells(args: argparse.Namespace) -> list[ep.Cell]:
 def measure_step(args: argparse.Namespace) -> Figures:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = args.layers or (24 if device.type == "cuda" else 1)
-    found = step.measure(args.layer, layers, args.slots, device)
+    formats = step.Formats(experts=args.format, linears=args.linears)
+    found = step.measure(args.layer, layers, args.slots, device, formats, args.sequences)
     print(step.table(found))
     return {"step": asdict(found)}
 
@@ -198,7 +199,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "tiles": (measure_tiles, "tiles of the expert kernels on a GPU, from those of the tables on"),
     "adapters": (measure_adapters, "experts with adapters, beside the same experts without"),
     "op": (measure_op, "the stages of a layer alone, on each of their backends"),
-    "step": (measure_step, "one token through layers of a model, launch by launch"),
+    "step": (measure_step, "a token of each sequence through layers of a model, by launches"),
     "counters": (measure_counters, "what limits each kernel on a GPU, by Nsight Compute"),
     "report": (print_report, "the figures that `layer --ours moe --json` wrote, as Markdown"),
     "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
@@ -237,6 +238,11 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument("--layer", default="qwen3_30b", choices=sorted(step.ATTENTION))
         of.add_argument("--layers", type=options.number, help="of a step; 24 on a GPU, elsewhere 1")
         of.add_argument("--slots", type=options.number, default=256, help="of the cache")
+        of.add_argument("--sequences", type=options.number, default=1, help="with a token each")
+        of.add_argument("--format", type=options.layer_format, help="of experts, as for layer")
+        of.add_argument(
+            "--linears", type=options.linear_format, default="", help="of layers of attention"
+        )
     if name == "counters":
         of.add_argument("--layer", type=options.layer_names, default=["qwen3_30b"])
         of.add_argument("--tokens", type=options.numbers, default=[1, 64, 4096])

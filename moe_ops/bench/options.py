@@ -16,6 +16,7 @@ from moe_ops.bench.rates import Rates, has_8bit_product
 from moe_ops.bench.train_contenders import NAMES
 from moe_ops.bench.train_inputs import PUBLISHED, TINY, TRAINED
 from moe_ops.planning.layers import ROUTINGS
+from moe_ops.quant.arguments import named_format
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import LAYERS
 
@@ -64,6 +65,14 @@ def rates(text: str) -> Rates:
 def layer_format(text: str) -> QuantConfig:
     try:
         return formats.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def linear_format(text: str) -> str:
+    """A format of weights that a layer's codes may have, by its shortest name; empty for none."""
+    try:
+        return named_format("linears", text).name if text else ""
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -1,4 +1,5 @@
-"""One token through layers of a model, by the launches that a step of `generate` is made of.
+"""A token of each sequence through layers of a model, by the launches that a step of `generate` is
+made of.
 
 A model takes minutes to build and to compile, and its step has launches of others beside ours; what
 a change of a kernel does to a step shows here in seconds.
@@ -13,17 +14,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_ops.bench.formats import spelled
 from moe_ops.bench.inputs import Weights, free_bytes, make_weights
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import Run, Timing, capture, time_replays
-from moe_ops.decode_ops import linears, normed_linears
+from moe_ops.decode_ops import (
+    linears,
+    normed_linears,
+    normed_quantized_linears,
+    quantized_linears,
+)
 from moe_ops.decode_ops.experts_onto import experts_onto
 from moe_ops.decode_ops.rope_attention import rope_attention
 from moe_ops.ops import route
+from moe_ops.quant import packing
+from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.formats import Format
 from moe_ops.testing import LAYERS, Case
 
 EPS = 1e-6
 REST = 0.8  # of free memory, for weights
+# The first launches of experts, of which a layer has one.
+FIRST = ("tiny_up", "one_up", "few_up", "rows_up")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """How experts are quantised, and the format of linear layers; of floats neither."""
+
+    experts: QuantConfig | None = None
+    linears: str = ""
+
+
+FLOATS = Formats()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,15 +67,52 @@ ATTENTION = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Linears:
+    """Linear layers of one input: weights, and where these are codes their scales and zero points,
+    and their format."""
+
+    weights: list[Tensor]
+    scales: list[Tensor]
+    zeros: list[Tensor | None]
+    format: str
+
+    def __call__(self, x_1K: Tensor) -> list[Tensor]:
+        none = [None] * len(self.weights)
+        if not self.format:
+            return linears(x_1K, self.weights, none)
+        return quantized_linears(
+            x_1K, self.weights, self.scales, self.zeros, none, none, self.format
+        )
+
+    def of_normed(self, x_1K: Tensor, residual: Tensor | None, gain_K: Tensor) -> list[Tensor]:
+        """What `normed_linears` gives."""
+        given, none = (x_1K, residual, gain_K, EPS, self.weights), [None] * len(self.weights)
+        if not self.format:
+            return normed_linears(*given, none)
+        return normed_quantized_linears(*given, self.scales, self.zeros, none, none, self.format)
+
+
+def linears_of(weights: list[Tensor], format: str) -> Linears:
+    """Linear layers whose weights are codes of a format, or floats without one."""
+    if not format:
+        return Linears(weights=weights, scales=[], zeros=[], format="")
+    done = [packing.quantize(w, Format.of(format)) for w in weights]
+    return Linears(
+        weights=[d.values for d in done], scales=[d.scale for d in done],
+        zeros=[d.zero for d in done], format=format,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepLayer:
-    """What one layer reads: weights, and a cache [1, N, slots, size] of keys and of values."""
+    """What one layer reads: weights, and a cache [B, N, slots, size] of keys and of values."""
 
     gain_D: Tensor
-    qkv: list[Tensor]
+    qkv: Linears
     head_gains: tuple[Tensor | None, Tensor | None]
     keys: Tensor
     values: Tensor
-    out_DH: Tensor
+    out: Linears
     experts_gain_D: Tensor
     router_ED: Tensor
     experts: Weights
@@ -60,12 +120,12 @@ class StepLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Place:
-    """The place of a token in its sequence."""
+    """The place of tokens in their sequences."""
 
     cos: Tensor
     sin: Tensor
     slot: Tensor
-    mask_1S: Tensor
+    mask_BS: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,84 +141,102 @@ class Launch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """What a layer takes in a step of `layers` such layers: microseconds, and on a GPU its
-    launches."""
+    launches; which of its weights are codes, in words."""
 
     layer: str
     layers: int
     slots: int
-    us: float
-    low_us: float
-    high_us: float
+    sequences: int
+    formats: str
+    timing: Timing
     launches: list[Launch]
 
 
-def make_layer(case: Case, attention: Attention, slots: int, g: torch.Generator) -> StepLayer:
+def make_layer(
+    case: Case,
+    attention: Attention,
+    slots: int,
+    g: torch.Generator,
+    formats: Formats = FLOATS,
+    sequences: int = 1,
+) -> StepLayer:
+    """A layer with weights in these formats, and a cache of so many sequences."""
+
     def normal(*shape: int, std: float = 1.0) -> Tensor:
         made = torch.empty(*shape, dtype=torch.bfloat16, device=g.device)
         return made.normal_(std=std, generator=g)
 
     a, D = attention, case.D
     sizes = [n * a.size for n in (a.H, a.N, a.N)]
-    cache = (1, a.N, slots, a.size)
+    cache = (sequences, a.N, slots, a.size)
     return StepLayer(
         gain_D=normal(D),
-        qkv=[normal(n, D, std=D**-0.5) for n in sizes],
+        qkv=linears_of([normal(n, D, std=D**-0.5) for n in sizes], formats.linears),
         head_gains=(normal(a.size), normal(a.size)) if a.normed else (None, None),
         keys=normal(*cache),
         values=normal(*cache),
-        out_DH=normal(D, sizes[0], std=sizes[0] ** -0.5),
+        out=linears_of([normal(D, sizes[0], std=sizes[0] ** -0.5)], formats.linears),
         experts_gain_D=normal(D),
         router_ED=normal(case.E, D, std=D**-0.5),
-        experts=make_weights(case, torch.bfloat16, g),
+        experts=make_weights(case, torch.bfloat16, g, formats.experts),
     )
 
 
-def make_place(attention: Attention, slots: int, device: torch.device) -> Place:
-    """A place with a little over half of the slots in use."""
+def make_place(attention: Attention, slots: int, device: torch.device, sequences: int = 1) -> Place:
+    """A place with a little over half of the slots in use, the same in so many sequences."""
     at = slots // 2 + slots // 16
     angles = torch.arange(attention.size // 2, device=device).repeat(2)[None] / attention.size
     return Place(
         cos=(at * angles).cos().bfloat16(),
         sin=(at * angles).sin().bfloat16(),
         slot=torch.tensor([at], device=device),
-        mask_1S=torch.arange(slots, device=device)[None] <= at,
+        mask_BS=(torch.arange(slots, device=device) <= at).repeat(sequences, 1),
     )
 
 
 def forward(
-    x_1D: Tensor, layer: StepLayer, case: Case, attention: Attention, place: Place
+    x_BD: Tensor, layer: StepLayer, case: Case, attention: Attention, place: Place
 ) -> Tensor:
-    """What passes make of a layer for one token, called op by op."""
-    a = attention
-    _, q, k, v = normed_linears(x_1D, None, layer.gain_D, EPS, layer.qkv, [None] * 3)
+    """What passes make of a layer for a token of each sequence, called op by op."""
+    a, B = attention, len(x_BD)
+    _, q, k, v = layer.qkv.of_normed(x_BD, None, layer.gain_D)
     heads = rope_attention(
-        q.view(1, a.H, a.size), k.view(1, a.N, a.size), v.view(1, a.N, a.size),
-        place.cos, place.sin, place.slot, layer.keys, layer.values, place.mask_1S,
+        q.view(B, a.H, a.size), k.view(B, a.N, a.size), v.view(B, a.N, a.size),
+        place.cos, place.sin, place.slot, layer.keys, layer.values, place.mask_BS,
         a.size**-0.5, *layer.head_gains, EPS,
     )  # fmt: skip
-    (out_1D,) = linears(heads.view(1, -1), [layer.out_DH], [None])
-    total_1D, n_1D, logits_1E = normed_linears(
-        out_1D, x_1D, layer.experts_gain_D, EPS, [layer.router_ED], [None]
+    (out_BD,) = layer.out(heads.view(B, -1))
+    total_BD, n_BD, logits_BE = normed_linears(
+        out_BD, x_BD, layer.experts_gain_D, EPS, [layer.router_ED], [None]
     )
-    weights_1K, ids_1K = route(logits_1E, case.K, renormalize=True)
+    weights_BK, ids_BK = route(logits_BE, case.K, renormalize=True)
     w = layer.experts
-    return experts_onto(total_1D, n_1D, weights_1K, ids_1K, w.w13_EFD, w.w2_EDI)
+    return experts_onto(total_BD, n_BD, weights_BK, ids_BK, w.w13_EFD, w.w2_EDI, **w.keywords)
 
 
 @torch.inference_mode()
-def measure(name: str, layers: int, slots: int, device: torch.device) -> Step:
-    """Time a step of so many layers of the named model; as many as memory holds, if those are
-    fewer. Raises AssertionError if launches that overlap give another result than one by one."""
+def measure(
+    name: str,
+    layers: int,
+    slots: int,
+    device: torch.device,
+    formats: Formats = FLOATS,
+    sequences: int = 1,
+) -> Step:
+    """Time a step of so many sequences through so many layers of the named model, as many as memory
+    holds if those are fewer. Raises AssertionError if launches that overlap give another result
+    than one by one."""
     case, attention = LAYERS[name], ATTENTION[name]
     g = torch.Generator(device=device).manual_seed(0)
-    x_1D = torch.empty(1, case.D, dtype=torch.bfloat16, device=device).normal_(generator=g)
-    place = make_place(attention, slots, device)
-    made = [make_layer(case, attention, slots, g)]
+    x_BD = torch.empty(sequences, case.D, dtype=torch.bfloat16, device=device).normal_(generator=g)
+    place = make_place(attention, slots, device, sequences)
+    kind = (case, attention, slots, g, formats, sequences)
+    made = [make_layer(*kind)]
     fit = 1 + int(REST * free_bytes(device) // made[0].experts.nbytes)
-    made += [make_layer(case, attention, slots, g) for _ in range(min(layers, fit) - 1)]
+    made += [make_layer(*kind) for _ in range(min(layers, fit) - 1)]
 
     def run(wait: bool = False) -> Tensor:
-        x = x_1D
+        x = x_BD
         for layer in made:
             x = forward(x, layer, case, attention, place)
             if wait:
@@ -166,21 +244,22 @@ def measure(name: str, layers: int, slots: int, device: torch.device) -> Step:
         return x
 
     if device.type != "cuda":
-        return _step(name, slots, made, time_replays(run, len(made), device), [])
+        return _step(name, made, time_replays(run, len(made), device), [])
     want = run(wait=True)
     replay, (got,) = capture([run], rounds=1)
     replay()
     assert torch.equal(got, want), "launches that overlap give another result than one by one"
     timing = time_replays(replay, len(made), device)
-    return _step(name, slots, made, timing, _launches(replay, len(made)))
+    return _step(name, made, timing, _launches(replay, len(made)))
 
 
-def _step(
-    name: str, slots: int, made: Sequence[StepLayer], timing: Timing, launches: list[Launch]
-) -> Step:
+def _step(name: str, made: Sequence[StepLayer], timing: Timing, launches: list[Launch]) -> Step:
+    sequences, _, slots, _ = made[0].keys.shape
+    coded = {"experts": spelled(made[0].experts.quant), "linear layers": made[0].qkv.format}
     return Step(
-        layer=name, layers=len(made), slots=slots, us=timing.us, low_us=timing.low_us,
-        high_us=timing.high_us, launches=launches,
+        layer=name, layers=len(made), slots=slots, sequences=sequences,
+        formats=", ".join(f"{what} in {format}" for what, format in coded.items() if format),
+        timing=timing, launches=launches,
     )  # fmt: skip
 
 
@@ -199,7 +278,7 @@ def launches_of(kernels: Sequence[tuple[str, float, float]], layers: int) -> lis
     """The launches from the experts of the layer in the middle to those of the next one, of kernels
     with their names, begins and ends."""
     ordered = sorted(kernels, key=lambda kernel: kernel[1])
-    firsts = [i for i, (name, *_) in enumerate(ordered) if name.startswith("tiny_up")]
+    firsts = [i for i, (name, *_) in enumerate(ordered) if name.startswith(FIRST)]
     middle = (layers - 1) // 2
     if len(firsts) < middle + 2:
         return []
@@ -212,10 +291,10 @@ def launches_of(kernels: Sequence[tuple[str, float, float]], layers: int) -> lis
 
 
 def table(step: Step) -> str:
-    lines = [
-        f"{step.layer}, one token, {step.layers} layers, {step.slots} slots: "
-        f"{step.us:.2f} µs a layer ({step.low_us:.2f} to {step.high_us:.2f})"
-    ]
+    of = step.timing
+    sizes = f"{step.sequences} tokens, {step.layers} layers, {step.slots} slots"
+    what = ", ".join(filter(None, (step.layer, sizes, step.formats)))
+    lines = [f"{what}: {of.us:.2f} µs a layer ({of.low_us:.2f} to {of.high_us:.2f})"]
     if step.launches:
         rows = [["launch", "begins, µs", "ends, µs", "after the one before"]]
         after = [""]  # nobody knows when the one before the first has ended

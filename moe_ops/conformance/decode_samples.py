@@ -109,6 +109,20 @@ def _normed_linears(case: Case, dtype: torch.dtype) -> Calls:
     }  # fmt: skip
 
 
+def _normed_quantized_linears(case: Case, dtype: torch.dtype) -> Calls:
+    norms, layers = _normed_linears(case, dtype), _quantized_linears(case, dtype)
+    return {
+        f"{norm}_{name}": {
+            **{k: v for k, v in norms[norm].items() if k not in ("weights", "biases")},
+            **{k: v for k, v in layers[name].items() if k != "x_TK"},
+        }
+        for norm, name in (
+            ("plain", "uint4:1x32"), ("residual", "float8_e4m3fn:row"), ("shifted", "mxfp4"),
+            ("rounded_once", "nvfp4"),
+        )
+    }  # fmt: skip
+
+
 def _seen(case: Case) -> Tensor:
     return (torch.arange(S) < 4).expand(case.T, S).contiguous()
 
@@ -153,6 +167,7 @@ DECODE_MAKERS: dict[str, Callable[[Case, torch.dtype], Calls]] = {
     "experts_onto": _experts_onto,
     "linears": _linears,
     "normed_linears": _normed_linears,
+    "normed_quantized_linears": _normed_quantized_linears,
     "one_query": _one_query,
     "one_query_latents": _one_query_latents,
     "quantized_linears": _quantized_linears,

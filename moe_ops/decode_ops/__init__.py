@@ -12,6 +12,7 @@ from moe_ops.decode_ops.delta_rule_step import delta_rule_step
 from moe_ops.decode_ops.experts_onto import experts_onto
 from moe_ops.decode_ops.linears import linears
 from moe_ops.decode_ops.normed_linears import normed_linears
+from moe_ops.decode_ops.normed_quantized_linears import normed_quantized_linears
 from moe_ops.decode_ops.one_query import one_query
 from moe_ops.decode_ops.one_query_latents import one_query_latents
 from moe_ops.decode_ops.quantized_linears import quantized_linears
@@ -26,6 +27,7 @@ __all__ = [
     "experts_onto",
     "linears",
     "normed_linears",
+    "normed_quantized_linears",
     "one_query",
     "one_query_latents",
     "quantized_linears",

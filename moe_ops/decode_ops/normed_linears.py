@@ -1,4 +1,4 @@
-"""The norm of one row and the linear layers that read it; `passes/fuse_norm.py` puts it into
+"""The norm of a few rows and the linear layers that read it; `passes/fuse_norm.py` puts it into
 graphs."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.checks.shapes import wide
-from moe_ops.decode_ops.linears import LinearsCall, linears, shape_of
+from moe_ops.decode_ops.linears import MOST_ROWS, LinearsCall, linears, shape_of
 from moe_ops.decode_ops.linears import refusal as refusal_of_linears
 from moe_ops.registry.spec import DECODE_OPS, op
 
-MOST_NORMED = 8192  # columns of an input of which every program holds all
+MOST_NORMED = 8192  # columns of an input, of which a program holds a whole row
 
 
 @dataclass(slots=True)
@@ -37,8 +37,16 @@ def refusal(call: NormedLinearsCall) -> str | None:
     reason = refusal_of_linears(LinearsCall(x_TK, call.weights, call.biases))
     if reason is not None:
         return reason
-    if x_TK.shape[0] != 1 or x_TK.shape[1] > MOST_NORMED:
-        return f"x_TK is {shape_of(x_TK)}, not one row of up to {MOST_NORMED}; use `linears`"
+    return refusal_of_norm(x_TK, residual_TK, gain_K, "`linears`")
+
+
+def refusal_of_norm(
+    x_TK: Tensor, residual_TK: Tensor | None, gain_K: Tensor, instead: str
+) -> str | None:
+    """Why rows are not normed with what reads them, or None; `instead` takes others."""
+    if not 1 <= x_TK.shape[0] <= MOST_ROWS or x_TK.shape[1] > MOST_NORMED:
+        wanted = f"[T, K] with T from 1 to {MOST_ROWS} and K up to {MOST_NORMED}"
+        return f"x_TK is {shape_of(x_TK)}, not {wanted}; use {instead}"
     for what, t, shape in (("residual", residual_TK, x_TK.shape), ("gain", gain_K, x_TK.shape[1:])):
         if t is None:
             continue
@@ -64,7 +72,7 @@ def check(call: NormedLinearsCall) -> None:
 
 @op(check=check, table=DECODE_OPS)
 def normed_linears(call: NormedLinearsCall) -> list[Tensor]:
-    """[s, n, *linears(n, weights, biases)] of one row: with s = x + residual
+    """[s, n, *linears(n, weights, biases)], row by row: with s = x + residual
 
         n = gain (s / sqrt(mean(s²) + eps))
 
@@ -74,18 +82,25 @@ def normed_linears(call: NormedLinearsCall) -> list[Tensor]:
         n = (gain + gain_shift) (s / sqrt(mean(s²) + eps))
 
     of which the gain, its sum and the quotient are in float32, and n alone is rounded. Without a
-    residual s is x, and not returned. Raises ValueError for what `refusal` names.
+    residual s is x, and not returned. The gain may be read as early as weights are by `linears`.
+    Raises ValueError for what `refusal` names.
     """
-    x_TK, residual_TK = call.x_TK, call.residual_TK
+    first, n_TK = normed(call.x_TK, call.residual_TK, call.gain_K, call.eps, call.gain_shift)
+    return [*first, n_TK, *linears.body(LinearsCall(n_TK, call.weights, call.biases))]
+
+
+def normed(
+    x_TK: Tensor, residual_TK: Tensor | None, gain_K: Tensor, eps: float, gain_shift: float | None
+) -> tuple[list[Tensor], Tensor]:
+    """([s], n) as `normed_linears` has them; ([], n) without a residual."""
     s_TK = x_TK if residual_TK is None else x_TK + residual_TK
     wide_TK = wide(s_TK)
-    quotient_TK = wide_TK * torch.rsqrt(wide_TK.pow(2).mean(-1, keepdim=True) + call.eps)
-    if call.gain_shift is None:
-        n_TK = call.gain_K * quotient_TK.to(x_TK.dtype)
+    quotient_TK = wide_TK * torch.rsqrt(wide_TK.pow(2).mean(-1, keepdim=True) + eps)
+    if gain_shift is None:
+        n_TK = gain_K * quotient_TK.to(x_TK.dtype)
     else:
-        n_TK = (quotient_TK * (wide(call.gain_K) + call.gain_shift)).to(x_TK.dtype)
-    ys = linears.body(LinearsCall(n_TK, call.weights, call.biases))
-    return [*([] if residual_TK is None else [s_TK]), n_TK, *ys]
+        n_TK = (quotient_TK * (wide(gain_K) + gain_shift)).to(x_TK.dtype)
+    return [] if residual_TK is None else [s_TK], n_TK
 
 
 normed_linears.fake(fake_impls.normed_linears)

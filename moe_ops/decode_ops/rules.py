@@ -13,6 +13,10 @@ from moe_ops.decode_ops.delta_rule_step import DeltaRuleStepCall, delta_rule_ste
 from moe_ops.decode_ops.experts_onto import experts_onto
 from moe_ops.decode_ops.linears import LinearsCall, linears
 from moe_ops.decode_ops.normed_linears import NormedLinearsCall, normed_linears
+from moe_ops.decode_ops.normed_quantized_linears import (
+    NormedQuantizedLinearsCall,
+    normed_quantized_linears,
+)
 from moe_ops.decode_ops.one_query import OneQueryCall, one_query
 from moe_ops.decode_ops.one_query_latents import OneQueryLatentsCall, one_query_latents
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
@@ -31,7 +35,9 @@ def linear_flops(x_TK: Tensor, weights: Sequence[Tensor]) -> int:
     return sum(product(*x_TK.shape, w_NK.shape[0]) for w_NK in weights)
 
 
-def linears_flops(call: LinearsCall | NormedLinearsCall | QuantizedLinearsCall) -> int:
+def linears_flops(
+    call: LinearsCall | NormedLinearsCall | QuantizedLinearsCall | NormedQuantizedLinearsCall,
+) -> int:
     return linear_flops(call.x_TK, call.weights)
 
 
@@ -113,6 +119,9 @@ RULES: dict[Op, Rules] = {
     ),
     linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
     normed_linears: Rules(flops=linears_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
+    normed_quantized_linears: Rules(
+        flops=linears_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK
+    ),
     one_query: Rules(flops=attention_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
     one_query_latents: Rules(flops=latents_flops, autocast=OF_STEPS, vmap=EACH, sharding=ON_A_RANK),
     quantized_linears: Rules(

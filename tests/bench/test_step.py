@@ -7,6 +7,8 @@ import torch
 from expecttest import assert_expected_inline
 
 from moe_ops.bench import step
+from moe_ops.bench.formats import parse
+from moe_ops.bench.timing import Timing
 from moe_ops.testing import LAYERS, Case
 
 SMALL = Case(name="small", T=1, E=8, K=2, D=64, I=32)
@@ -26,7 +28,23 @@ def test_every_model_is_a_layer_of_the_benchmarks() -> None:
 def test_a_step_of_two_layers_on_the_cpu() -> None:
     found = step.measure("small", 2, 32, torch.device("cpu"))
     assert (found.layers, found.slots, found.launches) == (2, 32, [])
-    assert 0 < found.low_us <= found.us <= found.high_us
+    assert 0 < found.timing.low_us <= found.timing.us <= found.timing.high_us
+
+
+def test_a_step_of_layers_in_codes() -> None:
+    """Of the same random numbers, so that no more than their rounding tells the results apart."""
+    device, attention = torch.device("cpu"), step.ATTENTION["small"]
+    place, outs = step.make_place(attention, 32, device), []
+    coded = step.Formats(experts=parse("int8:row"), linears="int8:row")
+    for formats in (step.FLOATS, coded):
+        g = torch.Generator().manual_seed(0)
+        layer = step.make_layer(SMALL, attention, 32, g, formats)
+        x = torch.randn(1, SMALL.D, generator=torch.Generator().manual_seed(1)).bfloat16()
+        outs.append(step.forward(x, layer, SMALL, attention, place).float())
+    assert 0 < float((outs[0] - outs[1]).norm() / outs[0].norm()) < 0.1
+    found = step.measure("small", 1, 32, device, step.Formats(linears="int4:1x32"), 3)
+    assert found.formats == "linear layers in int4:1x32"
+    assert step.table(found).startswith(f"small, 3 tokens, 1 layers, 32 slots, {found.formats}: ")
 
 
 def test_a_layer_writes_its_slot_and_keeps_the_size_of_its_token() -> None:
@@ -59,12 +77,13 @@ def test_the_launches_are_those_of_the_layer_in_the_middle() -> None:
 def test_the_table() -> None:
     launches = step.launches_of(KERNELS, 3)
     found = step.Step(
-        layer="small", layers=3, slots=32, us=43.21, low_us=43.0, high_us=44.0, launches=launches
-    )
+        layer="small", layers=3, slots=32, sequences=1, formats="",
+        timing=Timing(us=43.21, low_us=43.0, high_us=44.0, replays=5), launches=launches,
+    )  # fmt: skip
     assert_expected_inline(
         step.table(found).replace("µ", "u"),
         """\
-small, one token, 3 layers, 32 slots: 43.21 us a layer (43.00 to 44.00)
+small, 1 tokens, 3 layers, 32 slots: 43.21 us a layer (43.00 to 44.00)
 launch       begins, us  ends, us  after the one before
 tiny_up            0.00     14.00
 tiny_down          1.00     23.00                  9.00

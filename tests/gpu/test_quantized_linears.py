@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import moe_ops
-from moe_ops.decode_ops import quantized_linears
+from moe_ops.decode_ops import normed_linears, normed_quantized_linears, quantized_linears
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall
 from moe_ops.testing import BF16, F16, Tol, assert_close
 from tests.decode_ops.test_quantized_linears import call_of
@@ -53,6 +53,49 @@ def test_every_number_of_rows(
                 assert torch.equal(y, same)
 
 
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_norm_first(format: str, residual: bool) -> None:
+    """In the launch that reads a row, or before those of several."""
+    call = on_gpu(call_of(64, 2048, (4096, 512, 33), format, BF16)[0])
+    gain, w = torch.randn(2048, dtype=BF16, device="cuda"), call.x_TK[:1].clone()
+    lists = quantized_linears.arguments.flat(call)[1:]
+    for T in (1, 2, 8, 32, 64):
+        x = call.x_TK[:T]
+        added = torch.randn_like(x) if residual else None
+        given = (x, added, gain, 1e-6, *lists)
+        got, again = normed_quantized_linears(*given), normed_quantized_linears(*given)
+        *made, _ = normed_linears(x, added, gain, 1e-6, [w], [None])
+        want = [*made, *quantized_linears(made[-1], *lists)]
+        for g, same, expected in zip(got, again, want, strict=True):
+            assert_close(g.float(), expected.float(), TOL[BF16], f"T={T}")
+            assert torch.equal(g, same)
+
+
+def test_launches_that_overlap() -> None:
+    """Layers in a row, each of which asks for its codes before the one before has ended."""
+    layers = [on_gpu(call_of(8, 2048, (2048,), "int4:1x128:bfloat16", BF16)[0]) for _ in range(6)]
+    gain = torch.rand(2048, dtype=BF16, device="cuda")
+
+    def run(x: torch.Tensor, wait: bool = False) -> torch.Tensor:
+        for call in layers:
+            lists = quantized_linears.arguments.flat(call)[1:]
+            _, _, x = normed_quantized_linears(x, x, gain, 1e-6, *lists)
+            if wait:
+                torch.cuda.synchronize()
+        return x
+
+    for T in (1, 8):
+        x = layers[0].x_TK[:T]
+        want = run(x, wait=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(x)
+        for _ in range(20):
+            graph.replay()
+            assert torch.equal(out, want)
+
+
 def test_a_captured_call() -> None:
     call = on_gpu(call_of(1, 2048, (4096, 512, 512), "uint4:1x32", BF16)[0])
     given = quantized_linears.arguments.flat(call)
@@ -86,4 +129,4 @@ def test_steps_give_the_tokens_of_the_model_with_its_codes_decoded(family: str) 
         fast.generate(ids, **more)
     assert moe_ops.generation_report(fast)[0].captured
     names = {event.key for event in profile.key_averages()}
-    assert any("quantized_linears_few" in name for name in names)
+    assert any("quantized_linears_" in name for name in names)

@@ -10,6 +10,7 @@ import torch
 
 import moe_ops
 from moe_ops.backends.triton_ahead import PlanAhead
+from moe_ops.hf.linears import made_of, replace_everywhere
 from moe_ops.testing import BF16
 from tests.absent_gpu import absent_gpu
 from tests.hf import real
@@ -54,6 +55,25 @@ def test_kernels_of_prompts_and_steps_are_begun(monkeypatch: pytest.MonkeyPatch)
         lease.steps.run(lease.code)
     assert launched(begun[:of_prompts]) == OF_PROMPTS
     assert launched(begun[of_prompts:]) == OF_STEPS
+
+
+def test_kernels_of_steps_in_codes_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm before them is in their launch."""
+    begun: list[tuple[PlanAhead, Any]] = []
+    monkeypatch.setattr(PlanAhead, "begin", lambda self, call, _: begun.append((self, call)))
+    with absent_gpu():
+        model = real.build("qwen3_moe", device="cuda", dtype=BF16, layers=1)
+        for name, module in list(model.named_modules()):
+            if name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head"):
+                replace_everywhere(model, module, made_of(module, "int4:1x32"))
+        lease = moe_ops.compile(model)._moe_ops_generation.decoder.lease(1, 144)
+        ids = torch.full((1, 128), real.FIRST_PLAIN_TOKEN, device="cuda")
+        lease.read(ids, use_cache=True)
+        begun.clear()
+        lease.steps.run(lease.code)
+    found = launched(begun)
+    assert found["normed_quantized_linears"] == {"quantized_row"}
+    assert found["normed_linears"] == {"linears_one"}
 
 
 def launched(begun: list[tuple[PlanAhead, Any]]) -> dict[str, set[str]]:

@@ -1,6 +1,6 @@
-"""The Gluon kernels of `register_stream_gluon.py` by torch, where there is no GPU: what they
-compute, and every address that they load from or store to. Layouts, and so what a thread holds, are
-not looked at.
+"""The Gluon kernels of codes that stream through registers, by torch where there is no GPU: what
+they compute, and every address that they load from or store to. Layouts, and so what a thread
+holds, are not looked at.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gluon_language
 
 from moe_ops.kernels.triton import activation
 from moe_ops.kernels.triton import launch as launches
+from moe_ops.kernels.triton.decode import coded, linears, quantized_stream_gluon
 from moe_ops.kernels.triton.experts.formats import (
     codes,
     eight_bits_gluon,
@@ -31,6 +32,7 @@ from moe_ops.kernels.triton.experts.products import (
 )
 from moe_ops.kernels.triton.experts.schedule import sort
 
+STREAMS = (register_stream_gluon, quantized_stream_gluon)
 DECODERS = (codes, halves, scales, four_bits, six_bits, eight_bits_gluon)
 
 
@@ -194,8 +196,8 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
-    products = (register_stream_steps, register_stream_adapters, register_stream_gluon)
-    modules = (activation, launches, sort, *DECODERS, *products)
+    products = (register_stream_steps, register_stream_adapters, *STREAMS)
+    modules = (activation, launches, sort, coded, linears, *DECODERS, *products)
     names = functions_of(
         modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP
     )
@@ -206,7 +208,7 @@ def functions() -> dict[str, Any]:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """In the place of `replay.launch`; any other kernel is left to Triton's interpreter."""
-    if kernel.fn.__module__ != register_stream_gluon.__name__:
+    if kernel.fn.__module__ not in [module.__name__ for module in STREAMS]:
         kernel[grid](*args, **options)
         return
     given = dict(zip(kernel.arg_names, args, strict=False))

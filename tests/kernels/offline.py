@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-from moe_ops.backends import triton_hopper, triton_tiles
+from moe_ops.backends import triton_hopper, triton_linears, triton_tiles
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.kernels.triton import (
@@ -46,8 +46,11 @@ from moe_ops.kernels.triton import quantize as quantize_kernels
 from moe_ops.kernels.triton.decode import (
     latents,
     linears,
+    norm,
     one_query,
     quantized_linears,
+    quantized_row,
+    quantized_stream,
     rope,
     rope_attention,
 )
@@ -179,7 +182,8 @@ def compile_launches(
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
             *WITH_TRAINING, combine, dequantized_weights, fake_quantized, group_scales, latents,
-            linears, one_query, permuted, push, push_sum, quantized_linears, register_stream, rope,
+            linears, norm, one_query, permuted, push, push_sum, quantized_linears, quantized_row,
+            quantized_stream, register_stream, rope,
             rope_attention, routing, row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels,
             quantize_blocks, static_factors,
         ):  # fmt: skip
@@ -192,7 +196,8 @@ def compile_launches(
         for module in (push, push_sum):
             patched.enter_context(patch.object(module, "polls_by_asm", lambda _: True))
         said = None if capability == 90 else "needs another GPU"
-        patched.enter_context(patch.object(triton_hopper, "refuse_hopper", lambda _: said))
+        for module in (triton_hopper, triton_linears):
+            patched.enter_context(patch.object(module, "refuse_hopper", lambda _: said))
         call()
     return found
 
@@ -203,6 +208,7 @@ BOTH = ("qwen3_next", "gpt_oss_20b")  # take every tile between them
 def of_floats_or_latents(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Between them they launch every kernel of both, and of training."""
     yield from itertools.islice(calls(capability, all=False), 3, None, 5)
+    yield "norms of rows", functools.partial(projected, 8, (128,), 2048, False, True, True, 1.0)
     yield from calls_over_latents(capability)
     yield from calls_of_training(capability)
 
@@ -237,9 +243,9 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
         for T in (1, 8, 32, 64):
             call = functools.partial(projected, T, sizes, K, biases)
             yield f"linears {T} {sizes} {K}", call
-        for residual, shift in ((False, None), (True, None), (True, 1.0)):
-            call = functools.partial(projected, 1, sizes, K, biases, True, residual, shift)
-            yield f"normed linears {sizes} {K}{'' if shift is None else ' shifted'}", call
+        for T, *kind in ((1, False, None), (1, True, None), (1, True, 1.0), (8, True, 1.0)):
+            call = functools.partial(projected, T, sizes, K, biases, True, *kind)
+            yield f"normed linears {T} {sizes} {K} {kind}", call
     yield from with_states()
     for name, args in [*ACTIVATIONS.items()][::step]:
         for backend in ("tiny", "rows", "grouped"):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton_linears import multiply_decoded, multiply_few
+from moe_ops.backends.triton_linears import multiply_decoded, multiply_few, multiply_normed
+from moe_ops.decode_ops.normed_quantized_linears import NormedQuantizedLinearsCall
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall
 from moe_ops.quant.formats import Format
 
@@ -27,15 +28,27 @@ def calls_of_linears(capability: int) -> Iterator[tuple[str, Callable[[], object
         if capability < least:
             continue
         for sizes, K in SIZES:
-            for T in (1, 32, 64):
+            for T in (1, 8, 16, 32, 64):
                 call = functools.partial(run, T, sizes, K, format)
                 yield f"quantized linears {T} {sizes} {K} {format}", call
+            for T, residual in ((1, False), (1, True), (8, True)):
+                call = functools.partial(run_normed, T, sizes, K, format, residual)
+                yield f"normed quantized linears {T} {sizes} {K} {format} {residual}", call
         yield f"decoded {format}", functools.partial(run, 128, *SIZES[0], format)
 
 
 def run(T: int, sizes: tuple[int, ...], K: int, format: str) -> None:
     call = call_on_meta(T, sizes, K, format)
     (multiply_few if T <= 64 else multiply_decoded)(call)
+
+
+def run_normed(T: int, sizes: tuple[int, ...], K: int, format: str, residual: bool) -> None:
+    call = call_on_meta(T, sizes, K, format)
+    lists = (call.weights, call.scales, call.zeros, call.global_scales, call.biases)
+    added = torch.empty_like(call.x_TK) if residual else None
+    gain = torch.empty(K, dtype=torch.bfloat16, device="meta")
+    shift = 1.0 if residual else None
+    multiply_normed(NormedQuantizedLinearsCall(call.x_TK, added, gain, 1e-6, *lists, format, shift))
 
 
 def call_on_meta(T: int, sizes: tuple[int, ...], K: int, format: str) -> QuantizedLinearsCall:

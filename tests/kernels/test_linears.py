@@ -83,27 +83,33 @@ def test_the_same_in_every_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("K", "sizes", "residual", "shift"),
+    ("T", "K", "sizes", "residual", "shift"),
     [
-        (1, (40, 8, 9), True, None),
-        (33, (7,), True, 1.0),
-        pytest.param(128, (40, 8, 9), False, None, marks=pytest.mark.slow),
-        pytest.param(200, (5, 6, 7, 8, 9), True, None, marks=pytest.mark.slow),
-        pytest.param(200, (5, 6, 7, 8, 9), True, 1.0, marks=pytest.mark.slow),
-        (200, (7,), False, None),
-        (40, (7,), False, 0.0),
+        (1, 1, (40, 8, 9), True, None),
+        (1, 33, (7,), True, 1.0),
+        (3, 33, (7,), True, 1.0),
+        (64, 200, (40, 8, 9), False, None),
+        pytest.param(1, 128, (40, 8, 9), False, None, marks=pytest.mark.slow),
+        pytest.param(1, 200, (5, 6, 7, 8, 9), True, None, marks=pytest.mark.slow),
+        pytest.param(1, 200, (5, 6, 7, 8, 9), True, 1.0, marks=pytest.mark.slow),
+        pytest.param(8, 200, (5, 6, 7, 8, 9), True, None, marks=pytest.mark.slow),
+        (1, 200, (7,), False, None),
+        (1, 40, (7,), False, 0.0),
+        (2, 40, (7,), True, 0.0),
     ],
     ids=str,
 )
-def test_a_norm_first(K: int, sizes: tuple[int, ...], residual: bool, shift: float | None) -> None:
-    x, weights, biases = tensors(1, K, sizes, F16)
+def test_a_norm_first(
+    T: int, K: int, sizes: tuple[int, ...], residual: bool, shift: float | None
+) -> None:
+    x, weights, biases = tensors(T, K, sizes, F16)
     added = torch.randn_like(x) if residual else None
     gain = torch.randn(K, device=DEVICE).to(F16)
     given = x, added, gain, 1e-5, weights, biases, shift
     cpu = [None if t is None else t.cpu() for t in (x, added, gain, *weights, *biases)]
     G = len(sizes)
     want = normed_linears(cpu[0], cpu[1], cpu[2], 1e-5, cpu[3 : 3 + G], cpu[3 + G :], shift)
-    for plan in (None, LinearsPlan(4, 32, 4, 2)):
+    for plan in (None, LinearsPlan(4 if T == 1 else 16, 32, 4, 2)):
         got = run_normed(*given, plan=plan)
         for i, (g, w) in enumerate(zip(got, want, strict=True)):
             assert_close(
@@ -153,8 +159,9 @@ def test_refusals_of_norms() -> None:
         return norm_refusal(NormedLinearsCall(x, residual, gain, 0.0, weights, [None]))
 
     assert why() is None
-    assert why((2, 8)) == "x_TK is [2, 8], not one row of up to 8192; use `linears`"
-    assert why((1, 9000)) == "x_TK is [1, 9000], not one row of up to 8192; use `linears`"
+    assert why((2, 8), (2, 8)) is None
+    wanted = "[T, K] with T from 1 to 64 and K up to 8192; use `linears`"
+    assert why((1, 9000)) == f"x_TK is [1, 9000], not {wanted}"
     assert why(gain=(9,)) == (
         "the gain is [9] with the strides (1,), not a contiguous [8]; reshape it"
     )

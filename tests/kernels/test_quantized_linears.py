@@ -15,7 +15,8 @@ from moe_ops.backends.triton_linears import (
     supports,
     supports_few,
 )
-from moe_ops.decode_ops.quantized_linears import quantized_linears
+from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
+from moe_ops.kernels.triton.decode.coded import Coded
 from moe_ops.kernels.triton.decode.quantized_linears import run
 from moe_ops.kernels.triton.decode.quantized_linears_plan import QuantizedLinearsPlan, plan_for
 from moe_ops.testing import F16, F32, Tol, assert_close
@@ -30,6 +31,11 @@ FORMATS = ("float8_e4m3fn:row", "float8_e4m3fn:128x128", "float8_e4m3fn:tensor",
            "mxfp8", "nvfp4")  # fmt: skip
 TOL = {F32: Tol(1e-5, "float32 sums in another order"),
        F16: Tol(4e-3, "values and results are rounded to 11 bits")}  # fmt: skip
+
+
+def coded(call: QuantizedLinearsCall) -> Coded:
+    lists = (call.weights, call.scales, call.zeros, call.global_scales, call.biases)
+    return Coded(*lists, weight_of(call.w_format, ""))
 
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
@@ -61,10 +67,7 @@ def test_few_rows_decode_in_registers(T: int, K: int, sizes: tuple[int, ...], fo
 def test_tiles_of_other_sizes(rows: int) -> None:
     call, values = call_of(3, 256, (150, 7), "uint4:1x32", F16)
     plan = QuantizedLinearsPlan(rows, 128, 4, 2)
-    lists = (call.weights, call.scales, call.zeros, call.global_scales, call.biases)
-    for y, w, b in zip(
-        run(call.x_TK, *lists, weight_of(call.w_format, ""), plan), values, call.biases, strict=True
-    ):
+    for y, w, b in zip(run(call.x_TK, coded(call), plan), values, call.biases, strict=True):
         want = call.x_TK.double() @ w.double().T + (0 if b is None else b.double())
         assert_close(y.float(), want.float(), TOL[F16])
 

@@ -14,7 +14,7 @@ from moe_ops.testing import BF16, F32, Case
 TINY = Case(name="tiny", T=3, E=3, K=2, D=4, I=3)
 ONE_TOKEN = Case(name="one_token", T=1, E=3, K=2, D=4, I=3)  # as some ops of a step want
 FLOATS = (F32, BF16)
-CODES_ALONE = ("quantized_linears",)  # which take no float64
+CODES_ALONE = ("quantized_linears", "normed_quantized_linears")  # which take no float64
 EVERY = {n: op for n, op in (OPS | DECODE_OPS).items() if n not in CODES_ALONE}
 # Rounding is flat, counts are integers, and what is added to float32 sums is no function's value.
 WITHOUT = ("quantize", "expert_loads", "expert_wgrad_onto", "experts_accumulating")

@@ -12,13 +12,20 @@ that launch ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.decode.linears_plan import LinearsPlan, plan_for
+from moe_ops.kernels.triton.decode.norm import (
+    Norm,
+    gain_at,
+    input_at,
+    inverse_rms,
+    norm_of,
+    norm_rows,
+)
 from moe_ops.kernels.triton.launch import (
     on_its_device,
     pdl_options,
@@ -29,17 +36,6 @@ from moe_ops.kernels.triton.launch import (
 from moe_ops.kernels.triton.replay import launch
 
 MOST = 4  # weights of a launch
-
-
-class Norm(NamedTuple):
-    """What `run_normed` makes of its input first, and where it writes that."""
-
-    residual: Tensor | None
-    gain: Tensor
-    eps: float
-    sum: Tensor | None
-    normed: Tensor
-    gain_shift: float | None
 
 
 @on_its_device
@@ -71,16 +67,19 @@ def run_normed(
     gain_shift: float | None = None,
     plan: LinearsPlan | None = None,
 ) -> list[Tensor]:
-    """[s, n, y_0, ...] of one row, in one launch for the first weights: s = x + residual, left out
-    if there is no residual, n = gain s / rms(s), or that of a shifted gain, as `normed_linears`
-    rounds it, and the rest `run` of n. Every program norms all of the row for itself."""
-    total = None if residual_TK is None else x_TK.new_empty(x_TK.shape)
-    normed = x_TK.new_empty(x_TK.shape)
-    outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights[:MOST]]
-    norm = Norm(residual_TK, gain_K, eps, total, normed, gain_shift)
+    """[s, n, y_0, ...]: s = x + residual, left out if there is no residual, n = gain s / rms(s), or
+    that of a shifted gain, as `normed_linears` rounds it, and the rest `run` of n.
+
+    One row is normed in the launch for the first weights, of which every program norms all of it
+    for itself; several are in a launch before.
+    """
+    norm, made = norm_of(x_TK, residual_TK, gain_K, eps, gain_shift)
+    if x_TK.shape[0] > 1:
+        norm_rows(x_TK, norm)
+        return [*made, *run(norm.normed, weights, biases, plan)]
+    outs = [x_TK.new_empty(1, w.shape[0]) for w in weights[:MOST]]
     _launch(x_TK, weights[:MOST], biases[:MOST], outs, plan, norm)
-    rest = run(normed, weights[MOST:], biases[MOST:], plan)
-    return [*([] if total is None else [total]), normed, *outs, *rest]
+    return [*made, *outs, *run(norm.normed, weights[MOST:], biases[MOST:], plan)]
 
 
 def _launch(
@@ -147,62 +146,38 @@ def rows_of(
 
 
 @triton.jit
-def write(acc_N, n_N, end, b_ptr, y_ptr):
-    """Add a bias and store, at rows of one of the weights before the end."""
-    here_N = n_N < end
-    if b_ptr is not None:
-        acc_N += tl.load(b_ptr + n_N, mask=here_N, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n_N, acc_N.to(y_ptr.dtype.element_ty), mask=here_N)
+def bias_of(b0_ptr, b1_ptr, b2_ptr, b3_ptr, g, n_N, size):
+    """The bias of rows of this program's weight in float32, None where no weight has one."""
+    bias_N = None
+    if b0_ptr is not None or b1_ptr is not None or b2_ptr is not None or b3_ptr is not None:
+        bias_N = 0.0 * n_N
+    if b0_ptr is not None:
+        bias_N += tl.load(b0_ptr + n_N, mask=n_N < tl.where(g == 0, size, 0), other=0.0)
+    if b1_ptr is not None:
+        bias_N += tl.load(b1_ptr + n_N, mask=n_N < tl.where(g == 1, size, 0), other=0.0)
+    if b2_ptr is not None:
+        bias_N += tl.load(b2_ptr + n_N, mask=n_N < tl.where(g == 2, size, 0), other=0.0)
+    if b3_ptr is not None:
+        bias_N += tl.load(b3_ptr + n_N, mask=n_N < tl.where(g == 3, size, 0), other=0.0)
+    return bias_N
 
 
 @triton.jit
-def summed(x_ptr, residual_ptr, k_K, inside_K):
-    """The input, with what is added to it, rounded to its dtype, in float32."""
-    x_K = tl.load(x_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        x_K += tl.load(residual_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
-        x_K = x_K.to(x_ptr.dtype.element_ty).to(tl.float32)
-    return x_K
+def write(acc_N, n_N, end, y_ptr):
+    """Store at rows of one of the weights before the end."""
+    tl.store(y_ptr + n_N, acc_N.to(y_ptr.dtype.element_ty), mask=n_N < end)
 
 
 @triton.jit
-def scaled(s_K, inverse, gain_ptr, k_K, inside_K, SHIFT: tl.constexpr):
-    """s / rms(s), rounded to the dtype of the gain, times the gain, rounded again, in float32; of a
-    shifted gain, if there is a shift, rounded once."""
-    dtype: tl.constexpr = gain_ptr.dtype.element_ty
-    gain_K = tl.load(gain_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
-    if SHIFT is None:
-        n_K = (s_K * inverse).to(dtype).to(tl.float32) * gain_K
-    else:
-        n_K = s_K * inverse * (gain_K + SHIFT)
-    return n_K.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def row_at(x_ptr, residual_ptr, gain_ptr, inverse, k_K, inside_K, SHIFT: tl.constexpr):
-    """The row that the weights are multiplied with."""
-    x_K = summed(x_ptr, residual_ptr, k_K, inside_K)
-    if gain_ptr is not None:
-        x_K = scaled(x_K, inverse, gain_ptr, k_K, inside_K, SHIFT)
-    return x_K
-
-
-@triton.jit
-def inverse_rms(
-    x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr,
-    K: tl.constexpr, KP: tl.constexpr, EPS: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """1 / sqrt(mean(s²) + eps) of the whole row, which the first program also writes."""
-    k_K = tl.arange(0, KP)
-    inside_K = k_K < K
-    s_K = summed(x_ptr, residual_ptr, k_K, inside_K)
-    inverse = tl.rsqrt(tl.sum(s_K * s_K, 0) / K + EPS)
-    mine_K = k_K < tl.where(tl.program_id(0) == 0, K, 0)
-    n_K = scaled(s_K, inverse, gain_ptr, k_K, mine_K, SHIFT)
-    tl.store(normed_ptr + k_K, n_K.to(normed_ptr.dtype.element_ty), mask=mine_K)
-    if sum_ptr is not None:
-        tl.store(sum_ptr + k_K, s_K.to(sum_ptr.dtype.element_ty), mask=mine_K)
-    return inverse
+def write_all(acc_N, n_N, g, size, y0_ptr, y1_ptr, y2_ptr, y3_ptr):
+    """Store where this program's weight has its results."""
+    write(acc_N, n_N, tl.where(g == 0, size, 0), y0_ptr)
+    if y1_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 1, size, 0), y1_ptr)
+    if y2_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 2, size, 0), y2_ptr)
+    if y3_ptr is not None:
+        write(acc_N, n_N, tl.where(g == 3, size, 0), y3_ptr)
 
 
 @triton.jit
@@ -228,6 +203,8 @@ def linears_one(
         w_NK = tl.load(w_N1 + k_K[None, :], eviction_policy="evict_first")
     else:
         w_NK = tl.load(w_N1 + k_K[None, :], mask=inside_K[None, :], other=0.0)
+    gain_K = gain_at(gain_ptr, k_K, K)
+    bias_N = bias_of(b0_ptr, b1_ptr, b2_ptr, b3_ptr, g, n_N, size)  # not last, to be waited for
     take_turn(PDL)
     inverse = 0.0
     if gain_ptr is not None:
@@ -243,20 +220,17 @@ def linears_one(
                 w_N1 + (start + k_K)[None, :], mask=(start + k_K < K)[None, :], other=0.0,
                 eviction_policy="evict_first",
             )  # fmt: skip
+        next_gain_K = gain_at(gain_ptr, start + k_K, K)
         before_K = start - BK + k_K
-        x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, before_K, before_K < K, SHIFT)
+        x_K = input_at(x_ptr, residual_ptr, gain_ptr, gain_K, inverse, before_K, K, SHIFT)
         acc_NK += w_NK.to(tl.float32) * x_K[None, :]
-        w_NK = next_NK
-    x_K = row_at(x_ptr, residual_ptr, gain_ptr, inverse, LAST + k_K, inside_K, SHIFT)
+        w_NK, gain_K = next_NK, next_gain_K
+    x_K = input_at(x_ptr, residual_ptr, gain_ptr, gain_K, inverse, LAST + k_K, K, SHIFT)
     acc_NK += w_NK.to(tl.float32) * x_K[None, :]
     acc_N = tl.sum(acc_NK, 1)
-    write(acc_N, n_N, tl.where(g == 0, size, 0), b0_ptr, y0_ptr)
-    if y1_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 1, size, 0), b1_ptr, y1_ptr)
-    if y2_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 2, size, 0), b2_ptr, y2_ptr)
-    if y3_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 3, size, 0), b3_ptr, y3_ptr)
+    if bias_N is not None:
+        acc_N += bias_N
+    write_all(acc_N, n_N, g, size, y0_ptr, y1_ptr, y2_ptr, y3_ptr)
 
 
 @triton.jit

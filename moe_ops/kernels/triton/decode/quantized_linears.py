@@ -14,10 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import Weight, in_words
+from moe_ops.kernels.triton import in_words
+from moe_ops.kernels.triton.decode.coded import Coded, one_of
 from moe_ops.kernels.triton.decode.linears import MOST, rows_of, write_columns
+from moe_ops.kernels.triton.decode.norm import norm_of, norm_rows
 from moe_ops.kernels.triton.decode.quantized_linears_plan import QuantizedLinearsPlan, plan_for
-from moe_ops.kernels.triton.experts.formats.codes import as_stored, scales_as_stored
+from moe_ops.kernels.triton.decode.quantized_row import multiplies_row, run_normed_row, run_row
+from moe_ops.kernels.triton.decode.quantized_stream import MOST_STREAMED, run_stream
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
@@ -30,84 +33,73 @@ from moe_ops.kernels.triton.launch import (
 )
 from moe_ops.kernels.triton.replay import launch
 
-Some = Sequence[Tensor | None]
-
 
 @on_its_device
 def run(
-    x_TK: Tensor,
-    weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    zeros: Some,
-    global_scales: Some,
-    biases: Some,
-    weight: Weight,
-    plan: QuantizedLinearsPlan | None = None,
+    x_TK: Tensor, layers: Coded, plan: QuantizedLinearsPlan | None = None, streams: bool = False
 ) -> list[Tensor]:
-    """y_g = x W_gᵀ + b_g for codes [N_g, K packed] of one format.
+    """y_g = x W_gᵀ + b_g for codes that no launch still in flight writes.
 
     x: bfloat16 or float16 of up to 64 rows, in which values of codes are multiplied; sums are in
-    float32, rounded once; the same in every run. Zero points and global scales are there for all
-    weights, or for none.
+    float32, rounded once; the same in every run. One row goes to `run_row` where that decodes the
+    format, and others to `run_stream` if they may.
     """
-    outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights]
-    K = x_TK.shape[1]
-    x_TK = arrange(x_TK, weight) if in_words(weight) else x_TK
-    for first in range(0, len(weights), MOST):
+    T = x_TK.shape[0]
+    if T == 1 and multiplies_row(layers.weight):
+        return run_row(x_TK, layers)
+    if streams and T <= MOST_STREAMED:
+        return run_stream(x_TK, layers)
+    words = in_words(layers.weight)
+    return _run(arrange(x_TK, layers.weight) if words else x_TK, x_TK.shape[1], layers, plan)
+
+
+@on_its_device
+def run_normed(
+    x_TK: Tensor,
+    residual_TK: Tensor | None,
+    gain_K: Tensor,
+    eps: float,
+    layers: Coded,
+    gain_shift: float | None = None,
+    streams: bool = False,
+) -> list[Tensor]:
+    """[s, n, y_0, ...]: s and n as `linears.run_normed` makes them, and the rest `run` of n. Where
+    `run_row` multiplies a row it is normed in the same launch, else rows are normed before."""
+    weight, (T, K) = layers.weight, x_TK.shape
+    norm, made = norm_of(x_TK, residual_TK, gain_K, eps, gain_shift)
+    if T == 1 and multiplies_row(weight):
+        return [*made, *run_normed_row(x_TK, norm, layers)]
+    if streams and T <= MOST_STREAMED:
+        norm_rows(x_TK, norm)
+        return [*made, *run_stream(norm.normed, layers)]
+    n_TK = norm_rows(x_TK, norm, weight if in_words(weight) else None)
+    return [*made, *_run(norm.normed if n_TK is None else n_TK, K, layers, None)]
+
+
+def _run(x_TK: Tensor, K: int, layers: Coded, plan: QuantizedLinearsPlan | None) -> list[Tensor]:
+    """Products of x as it is multiplied: in the order in which codes of K columns are decoded."""
+    outs = [x_TK.new_empty(x_TK.shape[0], n) for n in layers.sizes]
+    for first in range(0, len(outs), MOST):
         part = slice(first, first + MOST)
-        some = (weights[part], scales[part], zeros[part], global_scales[part], biases[part])
-        _launch(x_TK, K, *some, outs[part], weight, plan)
+        _launch(x_TK, K, layers.part(part), outs[part], plan)
     return outs
 
 
 def _launch(
-    x_TK: Tensor,
-    K: int,
-    weights: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    zeros: Some,
-    global_scales: Some,
-    biases: Some,
-    outs: Sequence[Tensor],
-    weight: Weight,
-    plan: QuantizedLinearsPlan | None,
+    x_TK: Tensor, K: int, layers: Coded, outs: Sequence[Tensor], plan: QuantizedLinearsPlan | None
 ) -> None:
-    T, sizes = x_TK.shape[0], [w.shape[0] for w in weights]
+    T, weight = x_TK.shape[0], layers.weight
     if plan is None:
-        plan = plan_for(T, sum(sizes), weight.bits, processors(x_TK), shared_memory(x_TK))
-    rest = MOST - len(weights)
-    blocks = [triton.cdiv(n, plan.rows) for n in sizes]
-    firsts = [sum(blocks[:g]) for g in range(MOST + 1)]
-    stored = [as_stored(w, weight) for w in weights]
-    factors = [scales_as_stored(s, weight) for s in scales]
-    # A weight that is not there has no blocks; its addresses are not looked at.
-    filled = [[*given, *[given[0]] * rest] for given in (stored, factors, zeros, global_scales)]
+        N, memory = sum(layers.sizes), shared_memory(x_TK)
+        plan = plan_for(T, N, weight.bits, processors(x_TK), memory)
+    programs, constants = layers.constants(plan.rows)
     launch(
-        quantized_linears_few, (firsts[MOST],),
-        x_TK, *(t for given in filled for t in given), *biases, *[None] * rest,
-        *outs, *[None] * rest, T, x_TK.stride(0),
-        **{f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])},
-        **{f"F{g}": firsts[g] for g in range(1, MOST)},
-        K=K, ROW=stored[0].shape[1], W=weight, BN=plan.rows, BK=plan.step,
-        BT=max(16, triton.next_power_of_2(T)),
-        num_warps=plan.warps, num_stages=plan.stages, **pdl_options(x_TK),
+        quantized_linears_few, (programs,),
+        x_TK, *layers.arguments(outs), T, x_TK.stride(0),
+        K=K, ROW=layers.row, W=weight, BN=plan.rows, BK=plan.step,
+        BT=max(16, triton.next_power_of_2(T)), num_warps=plan.warps, num_stages=plan.stages,
+        **constants, **pdl_options(x_TK),
     )  # fmt: skip
-
-
-@triton.jit
-def one_of(
-    p0_ptr, p1_ptr, p2_ptr, p3_ptr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr
-):  # fmt: skip
-    """The address that belongs to this program's weight, of addresses of one dtype."""
-    block = tl.program_id(0)
-    p_ptr = p0_ptr
-    if block >= F1:
-        p_ptr = p1_ptr
-    if block >= F2:
-        p_ptr = p2_ptr
-    if block >= F3:
-        p_ptr = p3_ptr
-    return p_ptr
 
 
 # One compiled kernel serves several numbers of rows.

@@ -1,0 +1,101 @@
+"""Linear layers of one input whose weights are codes of one format, as their kernels take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton.decode.linears import MOST
+from moe_ops.kernels.triton.experts.formats.codes import as_stored, scales_as_stored
+
+Some = Sequence[Tensor | None]
+
+
+class Coded(NamedTuple):
+    """Codes [N, K packed] of each layer and what belongs to them. Zero points and global scales are
+    there for all layers, or for none."""
+
+    weights: Sequence[Tensor]
+    scales: Sequence[Tensor]
+    zeros: Some
+    global_scales: Some
+    biases: Some
+    weight: Weight
+
+    def part(self, part: slice) -> Coded:
+        """Some of the layers."""
+        return Coded(
+            self.weights[part], self.scales[part], self.zeros[part], self.global_scales[part],
+            self.biases[part], self.weight,
+        )  # fmt: skip
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rows of each weight."""
+        return [w.shape[0] for w in self.weights]
+
+    @property
+    def row(self) -> int:
+        """The words or bytes of a row, as `as_stored` has them."""
+        return as_stored(self.weights[0], self.weight).shape[1]
+
+    def arguments(self, outs: Sequence[Tensor], in_words: bool = False) -> tuple[Any, ...]:
+        """What a kernel takes of these layers, of which a launch has MOST: addresses of codes,
+        scales, zero points, global scales, biases and results. A layer that is not there has no
+        blocks; the addresses of its codes are not looked at. In words all codes come as 32 bits, or
+        64 if they have six."""
+        rest, word = MOST - len(self.weights), torch.int64 if self.weight.bits == 6 else torch.int32
+        stored = [w.view(word) if in_words else as_stored(w, self.weight) for w in self.weights]
+        factors = [scales_as_stored(s, self.weight) for s in self.scales]
+        given = (stored, factors, self.zeros, self.global_scales)
+        filled = (t for some in given for t in (*some, *[some[0]] * rest))
+        return *filled, *self.biases, *[None] * rest, *outs, *[None] * rest
+
+    def constants(self, rows: int) -> tuple[int, dict[str, int]]:
+        """How many programs of so many rows there are, and what kernels know of the layers: the
+        rows of each, and where the blocks of each but the first begin."""
+        sizes = self.sizes
+        blocks = [triton.cdiv(n, rows) for n in sizes]
+        firsts = [sum(blocks[:g]) for g in range(MOST + 1)]
+        known = {f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])}
+        known |= {f"F{g}": firsts[g] for g in range(1, MOST)}
+        return firsts[MOST], known
+
+
+@triton.jit
+def place_of_block(
+    F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
+    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
+):  # fmt: skip
+    """(number, block among those of it, rows) of this program's weight."""
+    block = tl.program_id(0)
+    g, first, size = 0 * block, 0 * block, 0 * block + N0
+    if block >= F1:
+        g, first, size = 0 * block + 1, 0 * block + F1, 0 * block + N1
+    if block >= F2:
+        g, first, size = 0 * block + 2, 0 * block + F2, 0 * block + N2
+    if block >= F3:
+        g, first, size = 0 * block + 3, 0 * block + F3, 0 * block + N3
+    return g, block - first, size
+
+
+@triton.jit
+def one_of(
+    p0_ptr, p1_ptr, p2_ptr, p3_ptr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr
+):  # fmt: skip
+    """The address that belongs to this program's weight, of addresses of one dtype."""
+    block = tl.program_id(0)
+    p_ptr = p0_ptr
+    if block >= F1:
+        p_ptr = p1_ptr
+    if block >= F2:
+        p_ptr = p2_ptr
+    if block >= F3:
+        p_ptr = p3_ptr
+    return p_ptr
