@@ -72,7 +72,7 @@ def find(model: PreTrainedModel, linear_format: str | None, head_format: str | N
             raise ValueError(f"{name} is quantised already; load the model again")
     found = Found(linears={}, head={}, kept={})
     if linear_format is not None:
-        for name, linear in _in_layers(model):
+        for name, linear in in_layers(model):
             reason = _refusal(model, name, linear, linear_format)
             if reason is None:
                 found.linears[name] = linear
@@ -153,7 +153,7 @@ def bytes_of(module: QuantizedLinear) -> int:
     return sum(t.nbytes for t in own if t is not None)
 
 
-def _in_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+def in_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers in the layers of the text decoder, by their names."""
     # Not above: this module is imported while transformers imports that one.
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -3,6 +3,7 @@ we quantised."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -68,6 +69,12 @@ class MoeOpsConfig(QuantizationConfigMixin):
             for name in names:
                 check_text(f"{where}: each name of linears", name)
             check_linear_format(f"{where}: linears", format)
+        times = Counter(name for names in (linears or {}).values() for name in names)
+        if (twice := next((name for name, n in times.items() if n > 1), None)) is not None:
+            raise ValueError(
+                f"{where}: linears has {twice} twice, but a layer has one format; leave the one "
+                "that its codes are of"
+            )
         try:
             if weights or not linears:
                 self._join(weights, inputs, static_inputs, two_global_scales)
@@ -107,7 +114,8 @@ class MoeOpsQuantizer(HfQuantizer):
     apply. The model is optimized at the end.
 
     Raises ValueError, naming file and tensor, before a weight is read for codes or scales that are
-    missing or of another shape or dtype, and after it for scales that are no positive numbers.
+    missing or of another shape or dtype, and for codes of layers that config.json does not name;
+    and after it for scales that are no positive numbers.
     """
 
     quantization_config: MoeOpsConfig
@@ -116,6 +124,7 @@ class MoeOpsQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._files: dict[str, str] = {}
         self._wanted: dict[str, Any] = {}
+        self._given = False  # a state dict, not files
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
@@ -137,11 +146,15 @@ class MoeOpsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
         self._wanted = saved.make_empty(model, config.formats, config.kept, config.linears)
-        self._files = saved.check_files(model, kwargs.get("checkpoint_files"))
+        files = kwargs.get("checkpoint_files")
+        self._given = files is None
+        self._files = saved.check_files(model, files)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         saved.check_loaded(model, self._files, self._wanted)
+        if self._given:
+            saved.check_given(model)
         saved.finish(model, self.quantization_config.formats, self.quantization_config.kept)
         return model
 

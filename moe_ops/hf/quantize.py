@@ -117,9 +117,10 @@ def quantize_model(
     Codes and scales keep their dtype whatever the model is cast to afterwards. `save_pretrained`
     writes them and, in config.json, their formats; `from_pretrained` reads them where moe_ops is
     imported. Elsewhere transformers warns of an unknown quantization type and then raises
-    RuntimeError, as the shapes of the experts differ. The state dict loads into a model that is
-    quantised to the same formats. What wraps the experts, as adapters of peft do, raises
-    ValueError; `add_adapter` adds adapters of codes.
+    RuntimeError, as the shapes of the experts differ; where the experts stayed floats it warns
+    alone, and linear layers are random. The state dict loads into a model that is quantised to the
+    same formats. What wraps the experts, as adapters of peft do, raises ValueError; `add_adapter`
+    adds adapters of codes.
 
     Raises TypeError for anything but a transformers PreTrainedModel, ValueError for an unknown
     scheme or format, for a model without experts, for experts that are quantised already or have an
