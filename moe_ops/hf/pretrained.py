@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -157,6 +157,12 @@ class MoeOpsQuantizer(HfQuantizer):
             saved.check_given(model)
         saved.finish(model, self.quantization_config.formats, self.quantization_config.kept)
         return model
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> NoReturn:
+        raise ValueError(
+            f"{type(model).__name__} holds codes of moe_ops, of which dequantize makes no model in "
+            "floats; load the model that was quantised"
+        )
 
     def is_serializable(self) -> bool:
         return True
