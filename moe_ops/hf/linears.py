@@ -64,7 +64,7 @@ class Found:
 
 def find(model: PreTrainedModel, linear_format: str | None, head_format: str | None) -> Found:
     """The linear layers in decoder layers that are to hold codes, and the head; of those that
-    cannot, the reasons. Raises ValueError for some that do already."""
+    cannot, the reasons. Raises ValueError for some that do already, and for layers of stages."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         asked = head_format if module is head else linear_format
@@ -72,6 +72,7 @@ def find(model: PreTrainedModel, linear_format: str | None, head_format: str | N
             raise ValueError(f"{name} is quantised already; load the model again")
     found = Found(linears={}, head={}, kept={})
     if linear_format is not None:
+        check_no_stages(model)
         for name, linear in in_layers(model):
             reason = _refusal(model, name, linear, linear_format)
             if reason is None:
@@ -86,6 +87,17 @@ def find(model: PreTrainedModel, linear_format: str | None, head_format: str | N
         else:
             found.kept[name] = reason
     return found
+
+
+def check_no_stages(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model whose linear layers in codes would be of pipeline stages."""
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"distributed_config has pp_size={stages}, and stages send activations in the dtype of "
+            "their first weight, which would be that of codes of a linear layer; quantise experts "
+            "alone, or load the model without stages"
+        )
 
 
 def quantize(

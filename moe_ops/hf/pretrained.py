@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -16,9 +17,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.checks.signature import described
 from moe_ops.hf import saved
-from moe_ops.hf.linears import check_linear_format
+from moe_ops.hf.linears import check_linear_format, check_no_stages
+from moe_ops.hf.quantized_linear import QuantizedLinear
 from moe_ops.hf.saved import METHOD
 from moe_ops.quant.config import QuantConfig
+
+# What a distributed_config cuts weights by; some releases lack some.
+CUTS = ("tp_size", "fsdp_size", "dp_replicate_size")
 
 
 @register_quantization_config(METHOD)
@@ -105,6 +110,23 @@ class MoeOpsConfig(QuantizationConfigMixin):
         return replace(make(weights=weights, inputs=inputs), two_global_scales=two)
 
 
+def _check_whole(model: PreTrainedModel) -> None:
+    """Raise ValueError if transformers would cut codes among ranks, or send activations in their
+    dtype."""
+    asked = getattr(model.config, "distributed_config", None)
+    sizes = {name: getattr(asked, name, None) or 1 for name in CUTS}
+    cut = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if cut:
+        raise ValueError(
+            f"distributed_config has {', '.join(cut)}, by which transformers cuts weights among "
+            "ranks, but codes of moe_ops are whole; load the model whole on every rank, or one of "
+            "floats"
+        )
+    head = model.get_output_embeddings()
+    if any(isinstance(m, QuantizedLinear) and m is not head for m in model.modules()):
+        check_no_stages(model)
+
+
 @register_quantizer(METHOD)
 class MoeOpsQuantizer(HfQuantizer):
     """Loads quantised weights as they were saved: codes and scales, and no weights of 16 bits.
@@ -115,7 +137,8 @@ class MoeOpsQuantizer(HfQuantizer):
 
     Raises ValueError, naming file and tensor, before a weight is read for codes or scales that are
     missing or of another shape or dtype, and for codes of layers that config.json does not name;
-    and after it for scales that are no positive numbers.
+    and after it for scales that are no positive numbers. Raises it for a model that transformers is
+    to cut among ranks, too.
     """
 
     quantization_config: MoeOpsConfig
@@ -146,6 +169,7 @@ class MoeOpsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
         self._wanted = saved.make_empty(model, config.formats, config.kept, config.linears)
+        _check_whole(model)
         files = kwargs.get("checkpoint_files")
         self._given = files is None
         self._files = saved.check_files(model, files)
