@@ -16,7 +16,7 @@ from moe_ops.checks.options import check_flag, check_text, check_type
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.hf.adapters.added import without_class
 from moe_ops.hf.fits import empty, stored_as
-from moe_ops.hf.linears import Found, Linears, check_linear_format, is_tied, untie
+from moe_ops.hf.linears import Found, Linears, check_linear_format, in_layers, is_tied, untie
 from moe_ops.hf.linears import find as find_linears
 from moe_ops.hf.linears import quantize as quantize_linears
 from moe_ops.hf.optimize import optimize
@@ -124,8 +124,8 @@ def quantize_model(
 
     Raises TypeError for anything but a transformers PreTrainedModel, ValueError for an unknown
     scheme or format, for a model without experts, for experts that are quantised already or have an
-    adapter, and for linear layers that are; nothing is changed then. There is no way back: load the
-    model again.
+    adapter, for linear layers that are, and for weights without numbers, on the meta device or
+    offloaded; nothing is changed then. There is no way back: load the model again.
     """
     check_flag("progress", progress)
     formats = {"linear_format": linear_format, "head_format": head_format}
@@ -133,6 +133,7 @@ def quantize_model(
     if config is not None:
         packing.check_scale_rule(scale_rule, config.format)
     modules = _modules(model, config is None)
+    _check_filled(model, modules, linear_format, head_format)
     found = find_linears(model, linear_format, head_format)
     optimize(model)
     before, after, done = 0, 0, 0
@@ -226,6 +227,29 @@ def _modules(model: PreTrainedModel, stay: bool) -> dict[str, nn.Module]:
                 "model without it, and moe_ops.load_adapter"
             )
     return modules
+
+
+def _check_filled(
+    model: PreTrainedModel,
+    experts: Mapping[str, nn.Module],
+    linear_format: str | None,
+    head_format: str | None,
+) -> None:
+    """Raise ValueError for a weight that is to be quantised, but has no memory."""
+    holders = dict(experts)
+    if linear_format is not None:
+        holders.update(in_layers(model))
+    if head_format is not None:
+        head = model.get_output_embeddings()
+        holders.update((name, m) for name, m in model.named_modules() if m is head)
+    for name, module in holders.items():
+        for own, t in module.named_parameters(recurse=False):
+            if t.is_meta:
+                raise ValueError(
+                    f"{name}.{own} is on the meta device, so it has no numbers to quantise; load "
+                    "the weights first, on devices with room for them: what a device_map offloads "
+                    "to 'cpu' or 'disk' is there only while it runs"
+                )
 
 
 def _config(
