@@ -20,6 +20,8 @@ from moe_ops.quant.schemes import SCHEMES
 
 ROUTER = re.compile(r"router|gate$", re.IGNORECASE)  # of names of modules and of classes
 EXPANDS = "expand_kv", "kv_b_proj"  # a method of attention over latents, and what it reads
+INDEXER = re.compile(r"indexer", re.IGNORECASE)  # of names of modules and of classes
+WEIGHS = "weights_proj"  # gives each head of an indexer its weight
 PEFT = "base_layer", "original_module"  # what its adapters, and copies that it trains, are beside
 PRECISE = "is among what its model keeps in float32"
 BESIDE = "is beside experts, as routers and gates of shared experts are"
@@ -192,6 +194,8 @@ def _refusal(model: PreTrainedModel, name: str, linear: nn.Linear, format: str) 
         return BESIDE
     if any(ROUTER.search(n) or ROUTER.search(type(m).__name__) for n, m in within.items()):
         return "is a part of a router"
+    if own == WEIGHS and any(INDEXER.search(n + type(m).__name__) for n, m in within.items()):
+        return "weighs the heads of an indexer, which published checkpoints keep in 16 bits"
     if hasattr(parent, EXPANDS[0]) and own == EXPANDS[1]:
         return "steps of generate read its weight, in place of what it would expand"
     if _reads_weight(type(parent), own):

@@ -104,15 +104,16 @@ def quantize_model(
     weight saturates (see `moe_ops.quantize`); inputs are scaled by the first.
 
     `linear_format` is for the linear layers of the text decoder's layers: attention, dense MLPs,
-    shared experts. Never for routers, gates of shared experts, weights that code of the model reads
-    itself, and what a model keeps in float32. `head_format` is for the output embedding. Both are
-    formats of weights alone; inputs and biases stay floats, as do norms, the embedding and vision
-    towers. A head that shares the weight of the embedding gets codes of its own beside it, which
-    take memory, and the model's configuration says from then on that it is not tied. The report
-    says by how much results of these layers differ, as a root of mean squares over inputs that vary
-    alike in all directions; for the head these results are the logits. Layers that cannot hold the
-    format keep their weight, and the report says why. With progress, a line per module of experts,
-    and one for linear layers and the head each, is written to standard error.
+    shared experts. Never for routers, gates of shared experts, what weighs the heads of an indexer,
+    weights that code of the model reads itself, and what a model keeps in float32. `head_format` is
+    for the output embedding. Both are formats of weights alone; inputs and biases stay floats, as
+    do norms, the embedding and vision towers. A head that shares the weight of the embedding gets
+    codes of its own beside it, which take memory, and the model's configuration says from then on
+    that it is not tied. The report says by how much results of these layers differ, as a root of
+    mean squares over inputs that vary alike in all directions; for the head these results are the
+    logits. Layers that cannot hold the format keep their weight, and the report says why. With
+    progress, a line per module of experts, and one for linear layers and the head each, is written
+    to standard error.
 
     Codes and scales keep their dtype whatever the model is cast to afterwards. `save_pretrained`
     writes them and, in config.json, their formats; `from_pretrained` reads them where moe_ops is
