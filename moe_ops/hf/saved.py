@@ -263,8 +263,8 @@ def check_given(model: PreTrainedModel) -> None:
     lacking = [n for n in floats if not hasattr(model.get_parameter(n), "_is_hf_initialized")]
     if lacking:
         raise ValueError(
-            f"the state dict lacks {_listed(lacking)}, which its config.json does not say are "
-            "quantised; give the state dict and the config of one model"
+            f"the state dict lacks {_listed(lacking)}, and the config does not say that there are "
+            "codes instead; give the state dict and the config of one model"
         )
 
 

@@ -81,7 +81,9 @@ def test_a_state_dict_that_is_given(names: tuple[str, ...], tmp_path: Path) -> N
         loaded = type(model).from_pretrained(None, config=config, state_dict=state)
         assert torch.equal(logits(loaded), logits(model))
         return
-    with pytest.raises(ValueError, match=f"the state dict lacks {names[0]}.weight, which its con"):
+    with pytest.raises(
+        ValueError, match=f"the state dict lacks {names[0]}.weight, and the config d"
+    ):
         type(model).from_pretrained(None, config=config, state_dict=state)
 
 
