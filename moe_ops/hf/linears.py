@@ -20,6 +20,8 @@ from moe_ops.quant.schemes import SCHEMES
 
 ROUTER = re.compile(r"router|gate$", re.IGNORECASE)  # of names of modules and of classes
 EXPANDS = "expand_kv", "kv_b_proj"  # a method of attention over latents, and what it reads
+INDEXER = re.compile(r"indexer", re.IGNORECASE)  # of names of modules and of classes
+WEIGHS = "weights_proj"  # gives each head of an indexer its weight
 PEFT = "base_layer", "original_module"  # what its adapters, and copies that it trains, are beside
 PRECISE = "is among what its model keeps in float32"
 BESIDE = "is beside experts, as routers and gates of shared experts are"
@@ -64,7 +66,7 @@ class Found:
 
 def find(model: PreTrainedModel, linear_format: str | None, head_format: str | None) -> Found:
     """The linear layers in decoder layers that are to hold codes, and the head; of those that
-    cannot, the reasons. Raises ValueError for some that do already."""
+    cannot, the reasons. Raises ValueError for some that do already, and for layers of stages."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         asked = head_format if module is head else linear_format
@@ -72,7 +74,8 @@ def find(model: PreTrainedModel, linear_format: str | None, head_format: str | N
             raise ValueError(f"{name} is quantised already; load the model again")
     found = Found(linears={}, head={}, kept={})
     if linear_format is not None:
-        for name, linear in _in_layers(model):
+        check_no_stages(model)
+        for name, linear in in_layers(model):
             reason = _refusal(model, name, linear, linear_format)
             if reason is None:
                 found.linears[name] = linear
@@ -86,6 +89,17 @@ def find(model: PreTrainedModel, linear_format: str | None, head_format: str | N
         else:
             found.kept[name] = reason
     return found
+
+
+def check_no_stages(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model whose linear layers in codes would be of pipeline stages."""
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1
+    if stages > 1:
+        raise ValueError(
+            f"distributed_config has pp_size={stages}, and stages send activations in the dtype of "
+            "their first weight, which would be that of codes of a linear layer; quantise experts "
+            "alone, or load the model without stages"
+        )
 
 
 def quantize(
@@ -153,7 +167,7 @@ def bytes_of(module: QuantizedLinear) -> int:
     return sum(t.nbytes for t in own if t is not None)
 
 
-def _in_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+def in_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     """The linear layers in the layers of the text decoder, by their names."""
     # Not above: this module is imported while transformers imports that one.
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -180,6 +194,8 @@ def _refusal(model: PreTrainedModel, name: str, linear: nn.Linear, format: str) 
         return BESIDE
     if any(ROUTER.search(n) or ROUTER.search(type(m).__name__) for n, m in within.items()):
         return "is a part of a router"
+    if own == WEIGHS and any(INDEXER.search(n + type(m).__name__) for n, m in within.items()):
+        return "weighs the heads of an indexer, which published checkpoints keep in 16 bits"
     if hasattr(parent, EXPANDS[0]) and own == EXPANDS[1]:
         return "steps of generate read its weight, in place of what it would expand"
     if _reads_weight(type(parent), own):

@@ -3,11 +3,13 @@ we quantised."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
+from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,9 +17,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.checks.signature import described
 from moe_ops.hf import saved
-from moe_ops.hf.linears import check_linear_format
+from moe_ops.hf.linears import check_linear_format, check_no_stages
+from moe_ops.hf.quantized_linear import QuantizedLinear
 from moe_ops.hf.saved import METHOD
 from moe_ops.quant.config import QuantConfig
+
+# What a distributed_config cuts weights by; some releases lack some.
+CUTS = ("tp_size", "fsdp_size", "dp_replicate_size")
 
 
 @register_quantization_config(METHOD)
@@ -68,6 +74,12 @@ class MoeOpsConfig(QuantizationConfigMixin):
             for name in names:
                 check_text(f"{where}: each name of linears", name)
             check_linear_format(f"{where}: linears", format)
+        times = Counter(name for names in (linears or {}).values() for name in names)
+        if (twice := next((name for name, n in times.items() if n > 1), None)) is not None:
+            raise ValueError(
+                f"{where}: linears has {twice} twice, but a layer has one format; leave the one "
+                "that its codes are of"
+            )
         try:
             if weights or not linears:
                 self._join(weights, inputs, static_inputs, two_global_scales)
@@ -98,6 +110,23 @@ class MoeOpsConfig(QuantizationConfigMixin):
         return replace(make(weights=weights, inputs=inputs), two_global_scales=two)
 
 
+def _check_whole(model: PreTrainedModel) -> None:
+    """Raise ValueError if transformers would cut codes among ranks, or send activations in their
+    dtype."""
+    asked = getattr(model.config, "distributed_config", None)
+    sizes = {name: getattr(asked, name, None) or 1 for name in CUTS}
+    cut = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    if cut:
+        raise ValueError(
+            f"distributed_config has {', '.join(cut)}, by which transformers cuts weights among "
+            "ranks, but codes of moe_ops are whole; load the model whole on every rank, or one of "
+            "floats"
+        )
+    head = model.get_output_embeddings()
+    if any(isinstance(m, QuantizedLinear) and m is not head for m in model.modules()):
+        check_no_stages(model)
+
+
 @register_quantizer(METHOD)
 class MoeOpsQuantizer(HfQuantizer):
     """Loads quantised weights as they were saved: codes and scales, and no weights of 16 bits.
@@ -107,15 +136,19 @@ class MoeOpsQuantizer(HfQuantizer):
     apply. The model is optimized at the end.
 
     Raises ValueError, naming file and tensor, before a weight is read for codes or scales that are
-    missing or of another shape or dtype, and after it for scales that are no positive numbers.
+    missing or of another shape or dtype, and for codes of layers that config.json does not name;
+    and after it for scales that are no positive numbers. Raises it for a model that transformers is
+    to cut among ranks, too.
     """
 
     quantization_config: MoeOpsConfig
+    checks_given = True  # that a state dict which is given lacks no weight
 
     def __init__(self, quantization_config: MoeOpsConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._files: dict[str, str] = {}
         self._wanted: dict[str, Any] = {}
+        self._given = False  # whether a state dict is, and no files are
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not self.pre_quantized:
@@ -137,13 +170,24 @@ class MoeOpsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config
         self._wanted = saved.make_empty(model, config.formats, config.kept, config.linears)
-        self._files = saved.check_files(model, kwargs.get("checkpoint_files"))
+        _check_whole(model)
+        files = kwargs.get("checkpoint_files")
+        self._given = files is None
+        self._files = saved.check_files(model, files)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         saved.check_loaded(model, self._files, self._wanted)
+        if self._given and self.checks_given:
+            saved.check_given(model)
         saved.finish(model, self.quantization_config.formats, self.quantization_config.kept)
         return model
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> NoReturn:
+        raise ValueError(
+            f"{type(model).__name__} holds codes of moe_ops, of which dequantize makes no model in "
+            "floats; load the model that was quantised"
+        )
 
     def is_serializable(self) -> bool:
         return True

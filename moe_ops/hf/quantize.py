@@ -16,7 +16,7 @@ from moe_ops.checks.options import check_flag, check_text, check_type
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.hf.adapters.added import without_class
 from moe_ops.hf.fits import empty, stored_as
-from moe_ops.hf.linears import Found, Linears, check_linear_format, is_tied, untie
+from moe_ops.hf.linears import Found, Linears, check_linear_format, in_layers, is_tied, untie
 from moe_ops.hf.linears import find as find_linears
 from moe_ops.hf.linears import quantize as quantize_linears
 from moe_ops.hf.optimize import optimize
@@ -104,27 +104,29 @@ def quantize_model(
     weight saturates (see `moe_ops.quantize`); inputs are scaled by the first.
 
     `linear_format` is for the linear layers of the text decoder's layers: attention, dense MLPs,
-    shared experts. Never for routers, gates of shared experts, weights that code of the model reads
-    itself, and what a model keeps in float32. `head_format` is for the output embedding. Both are
-    formats of weights alone; inputs and biases stay floats, as do norms, the embedding and vision
-    towers. A head that shares the weight of the embedding gets codes of its own beside it, which
-    take memory, and the model's configuration says from then on that it is not tied. The report
-    says by how much results of these layers differ, as a root of mean squares over inputs that vary
-    alike in all directions; for the head these results are the logits. Layers that cannot hold the
-    format keep their weight, and the report says why. With progress, a line per module of experts,
-    and one for linear layers and the head each, is written to standard error.
+    shared experts. Never for routers, gates of shared experts, what weighs the heads of an indexer,
+    weights that code of the model reads itself, and what a model keeps in float32. `head_format` is
+    for the output embedding. Both are formats of weights alone; inputs and biases stay floats, as
+    do norms, the embedding and vision towers. A head that shares the weight of the embedding gets
+    codes of its own beside it, which take memory, and the model's configuration says from then on
+    that it is not tied. The report says by how much results of these layers differ, as a root of
+    mean squares over inputs that vary alike in all directions; for the head these results are the
+    logits. Layers that cannot hold the format keep their weight, and the report says why. With
+    progress, a line per module of experts, and one for linear layers and the head each, is written
+    to standard error.
 
     Codes and scales keep their dtype whatever the model is cast to afterwards. `save_pretrained`
     writes them and, in config.json, their formats; `from_pretrained` reads them where moe_ops is
     imported. Elsewhere transformers warns of an unknown quantization type and then raises
-    RuntimeError, as the shapes of the experts differ. The state dict loads into a model that is
-    quantised to the same formats. What wraps the experts, as adapters of peft do, raises
-    ValueError; `add_adapter` adds adapters of codes.
+    RuntimeError, as the shapes of the experts differ; where the experts stayed floats it warns
+    alone, and linear layers are random. The state dict loads into a model that is quantised to the
+    same formats. What wraps the experts, as adapters of peft do, raises ValueError; `add_adapter`
+    adds adapters of codes.
 
     Raises TypeError for anything but a transformers PreTrainedModel, ValueError for an unknown
     scheme or format, for a model without experts, for experts that are quantised already or have an
-    adapter, and for linear layers that are; nothing is changed then. There is no way back: load the
-    model again.
+    adapter, for linear layers that are, and for weights without numbers, on the meta device or
+    offloaded; nothing is changed then. There is no way back: load the model again.
     """
     check_flag("progress", progress)
     formats = {"linear_format": linear_format, "head_format": head_format}
@@ -132,6 +134,7 @@ def quantize_model(
     if config is not None:
         packing.check_scale_rule(scale_rule, config.format)
     modules = _modules(model, config is None)
+    _check_filled(model, modules, linear_format, head_format)
     found = find_linears(model, linear_format, head_format)
     optimize(model)
     before, after, done = 0, 0, 0
@@ -225,6 +228,29 @@ def _modules(model: PreTrainedModel, stay: bool) -> dict[str, nn.Module]:
                 "model without it, and moe_ops.load_adapter"
             )
     return modules
+
+
+def _check_filled(
+    model: PreTrainedModel,
+    experts: Mapping[str, nn.Module],
+    linear_format: str | None,
+    head_format: str | None,
+) -> None:
+    """Raise ValueError for a weight that is to be quantised, but has no memory."""
+    holders = dict(experts)
+    if linear_format is not None:
+        holders.update(in_layers(model))
+    if head_format is not None:
+        head = model.get_output_embeddings()
+        holders.update((name, m) for name, m in model.named_modules() if m is head)
+    for name, module in holders.items():
+        for own, t in module.named_parameters(recurse=False):
+            if t.is_meta:
+                raise ValueError(
+                    f"{name}.{own} is on the meta device, so it has no numbers to quantise; load "
+                    "the weights first, on devices with room for them: what a device_map offloads "
+                    "to 'cpu' or 'disk' is there only while it runs"
+                )
 
 
 def _config(

@@ -15,6 +15,10 @@ from moe_ops.quant.arguments import check_packing, ragged_axis
 from moe_ops.quant.formats import ALL, Format
 from moe_ops.quant.module import HoldsCodes
 
+FLOATS_FIRST = (
+    "read, resize, tie, prune or adapt the weight of a model in floats, and quantise it then; "
+    "dequantize() gives what the codes stand for, as the weight of a torch.nn.Linear in its place"
+)
 MOST_VALUES = 1 << 24  # that are in float32 at once, unless one group has more
 CODES, SCALE, ZERO, GLOBAL_SCALE, FORMAT = (
     f"weight_{part}" for part in ("codes", "scale", "zero", "global_scale", "format")
@@ -26,8 +30,9 @@ class QuantizedLinear(HoldsCodes):
 
     In the state dict are weight_codes, weight_scale, weight_zero and weight_global_scale (of
     formats that have them), and weight_format: the format, as text in bytes. These keep their dtype
-    whatever the model is cast to; the bias is a float as before. There is no `weight`; `dequantize`
-    gives its values. What is made is empty: `round_from` fills it.
+    whatever the model is cast to; the bias is a float as before. There is no `weight`, and none can
+    be put in, which AttributeError and ValueError say; `dequantize` gives its values. What is made
+    is empty: `round_from` fills it.
 
     x: float [..., in_features]; the result has x's dtype. Codes have no gradient; the input and the
     bias have one. `load_state_dict` raises for a weight of floats and for codes of another format.
@@ -107,6 +112,27 @@ class QuantizedLinear(HoldsCodes):
     def coded(self) -> Iterator[str]:
         return iter((CODES, SCALE, ZERO, GLOBAL_SCALE, FORMAT))
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(f"{self._holds()}, and no weight: {FLOATS_FIRST}")
+        return super().__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        # Nobody would read a weight, as transformers ties it to the embedding; and torch.nn.utils
+        # moves what it prunes.
+        if name == "weight" or name.removesuffix("_orig") in set(self.coded()) - {name}:
+            raise ValueError(f"{self._holds()}, beside which {name} would be: {FLOATS_FIRST}")
+        super().register_parameter(name, param)
+
+    def __delattr__(self, name: str) -> None:
+        # As torch's parametrizations do with what they compute from then on.
+        if name in self.coded():
+            raise ValueError(f"{self._holds()}, of which {name} is a part: {FLOATS_FIRST}")
+        super().__delattr__(name)
+
+    def _holds(self) -> str:
+        return f"{type(self).__name__} holds codes of {self.w_format}"
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -124,13 +150,20 @@ class QuantizedLinear(HoldsCodes):
                 f"{type(self).__name__} holds codes of {self.w_format}; load the weights before "
                 "quantize_model"
             )
-        elif isinstance(given, Tensor) and not given.is_meta and format_of(given) != self.w_format:
+        elif (text := _text(given)) is not None and text != self.w_format:
             yield (
-                f"{prefix}weight is {format_of(given)} in the state dict, but this "
+                f"{prefix}weight is {text} in the state dict, but this "
                 f"{type(self).__name__} holds codes of {self.w_format}; quantise the model to the "
                 "same format"
             )
         yield from super()._refusals(state_dict, prefix)
+
+
+def _text(given: Any) -> str | None:
+    """The format that a state dict says, or None if it says none."""
+    if not isinstance(given, Tensor) or given.is_meta or given.dtype != torch.uint8:
+        return None  # of another dtype is what all parts are asked for
+    return format_of(given)
 
 
 def refusal(rows: int, columns: int, format: str) -> str | None:

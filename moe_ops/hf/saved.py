@@ -13,10 +13,12 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from moe_ops.hf.fits import empty, stored_as
-from moe_ops.hf.linears import linears_of, made_of, replace_everywhere
+from moe_ops.hf.linears import in_layers, linears_of, made_of, replace_everywhere
 from moe_ops.hf.optimize import optimize
+from moe_ops.hf.quantized_linear import CODES as LINEAR_CODES
 from moe_ops.hf.quantized_linear import FORMAT, QuantizedLinear, refusal
 from moe_ops.hf.stored import (
+    CODES,
     INPUT_SCALE,
     PROJECTIONS,
     QuantizedExperts,
@@ -32,6 +34,9 @@ from moe_ops.quant.scales import wrong_scale
 METHOD = "moe_ops"  # in config.json
 IN_CODES = (QuantizedExperts, QuantizedLinear)
 AGAIN = "complete the download, or save the model again"
+# How the names of codes in files end: of linear layers, and of experts.
+CODED = (f".{LINEAR_CODES}", *(f".{projection}{CODES}" for projection in PROJECTIONS))
+MOST_LISTED = 8
 # What safetensors calls the dtypes of codes, scales and the rest.
 NAMES = {
     torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3",
@@ -90,8 +95,8 @@ def make_empty(
     """Give the experts of a model without memory the empty codes and scales of a format, and linear
     layers those of theirs; says what they are by name.
 
-    Raises ValueError for experts that cannot have it, unless their names are among those kept, and
-    for linear layers that cannot.
+    Raises ValueError for experts that cannot have it, unless their names are among those kept, for
+    linear layers that cannot, and for names of linear layers that the model has for something else.
     """
     kept = tuple(kept)
     for format, names in linears.items():
@@ -120,9 +125,11 @@ def _empty_linears(model: PreTrainedModel, format: str, names: frozenset[str]) -
     # Of a head that was saved or is loaded without; a name that the model has is no part of others.
     others = names - modules.keys()
     for name, module in modules.items():
-        if not isinstance(module, nn.Linear) or not (name in names or _is_one_of(name, others)):
+        if name not in names and not (isinstance(module, nn.Linear) and _is_one_of(name, others)):
             continue
-        reason = refusal(module.out_features, module.in_features, format)
+        reason: str | None = f"it is {type(module).__name__}, not a linear layer"
+        if isinstance(module, nn.Linear):
+            reason = refusal(module.out_features, module.in_features, format)
         if reason is not None:
             raise ValueError(
                 f"config.json says that {name} is quantised to {format}, but {reason}; load it "
@@ -135,10 +142,17 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
     """The file of each quantised tensor of a model by the tensor's name; nothing is read but names.
 
     Raises ValueError, naming file and tensor, for one that is missing or has another shape or dtype
-    than the model, and for experts of floats that are missing: they would be random. Without
-    safetensors files, `check_loaded` alone looks at what came.
+    than the model, and for experts of floats that are missing and layers of floats that the files
+    have codes for: both would be random. Without safetensors files, `check_loaded` alone looks at
+    what came, apart from codes for layers of floats.
     """
-    if files is None or not all(str(file).endswith(".safetensors") for file in files):
+    if files is None:
+        return {}
+    if not all(str(file).endswith(".safetensors") for file in files):
+        for file in files:
+            _check_all_are_said(
+                model, files, torch.load(file, "meta", weights_only=True, mmap=True)
+            )
         return {}
     coded = dict(_coded(model))
     known = {key: name for name in coded for key in _names(model, name)}
@@ -147,7 +161,9 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
     for file in map(str, files):
         with safe_open(file, framework="pt") as opened:
             saved.update(opened.keys())
-            for key in sorted(set(opened.keys()) & known.keys()):  # what says the format first
+            here = sorted(set(opened.keys()) & known.keys())
+            here.sort(key=lambda key: not _says_format(known[key]))
+            for key in here:
                 name = known[key]
                 what, stored = _holder(model, name)
                 if _says_format(name):
@@ -161,6 +177,7 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
                         f"config.json have {wanted[0]} {wanted[1]}; {AGAIN}"
                     )
                 places[name] = file
+    _check_all_are_said(model, files, saved)
     tied = model.all_tied_weights_keys  # of which one name is saved
     lacking = next((n for n in coded if n not in places and tied.get(n) not in places), None)
     if lacking is not None:
@@ -177,6 +194,32 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
             "model that is saved, not on a model in it, and save it again"
         )
     return places
+
+
+def _check_all_are_said(model: PreTrainedModel, files: list[str], keys: Iterable[str]) -> None:
+    """Raise ValueError, naming them, if a file has codes for layers that hold floats here."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    floats = {
+        name
+        for key in keys
+        for path in (key.removesuffix(suffix) for suffix in CODED if key.endswith(suffix))
+        for name in _names(model, path)
+        if name in modules and not isinstance(modules[name], IN_CODES)
+    }
+    if floats:
+        raise ValueError(
+            f"{Path(files[0]).parent} has codes for {_listed(floats)}, which config.json does not "
+            "say are quantised, so that they would be random; restore the config.json that was "
+            "saved with the files, or save the model again"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first names, and how many others there are."""
+    of = sorted(names)
+    return ", ".join(of[:MOST_LISTED]) + (
+        f" and {len(of) - MOST_LISTED} more" if len(of) > MOST_LISTED else ""
+    )
 
 
 def check_loaded(
@@ -208,6 +251,21 @@ def check_loaded(
             wrong = wrong_scale(t, _scale_kind(name, format))
             if wrong is not None:
                 raise ValueError(f"{where} holds {wrong}, but a scale is above 0; {AGAIN}")
+
+
+def check_given(model: PreTrainedModel) -> None:
+    """Raise ValueError, naming them, for weights of layers that a state dict without files lacked:
+    whether it has codes for them is not known here, and they are random."""
+    head = model.get_output_embeddings()
+    linears = [name for name, _ in in_layers(model)]
+    linears += [n for n, m in model.named_modules() if m is head and isinstance(m, nn.Linear)]
+    floats = (*(f"{name}.weight" for name in linears), *_experts_of_floats(model))
+    lacking = [n for n in floats if not hasattr(model.get_parameter(n), "_is_hf_initialized")]
+    if lacking:
+        raise ValueError(
+            f"the state dict lacks {_listed(lacking)}, and the config does not say that there are "
+            "codes instead; give the state dict and the config of one model"
+        )
 
 
 def _in_file(model: PreTrainedModel, name: str, file: str) -> Tensor:

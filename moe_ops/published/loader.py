@@ -40,6 +40,8 @@ class Quantizer(MoeOpsQuantizer):
     own, so its conversions apply, to all but codes and scales.
     """
 
+    checks_given = False  # `from_checkpoint` does, and knows the folder
+
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> Any:
         for one in weight_conversions:
             if isinstance(one, WeightConverter):

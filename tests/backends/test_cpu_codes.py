@@ -127,6 +127,18 @@ def test_nan_stays_with_its_token(format: str, instructions: str) -> None:
         assert torch.equal(got[others], want[others])
 
 
+@by_format_and_instructions("format", ["uint4:1x32", "uint8:row", "int4:row"], *INSTRUCTIONS)
+def test_infinities_reach_their_token_as_in_the_definition(format: str, instructions: str) -> None:
+    for case in (CASE, MANY, ODD if "row" in format else CASE):
+        call = layer_of(case, format, F32, gated=False) | {"kind": "relu2", "gated": False}
+        call["x_TD"][3, 7] = float("inf")
+        call["x_TD"][4, 2] = -float("inf")
+        want, got = reference(call), run(call)
+        assert not bool(want[3:5].isfinite().any()) and bool(want[0].isfinite().all())
+        tol = TOL["experts", F32].rel * float(want[want.isfinite()].abs().max())
+        torch.testing.assert_close(got, want, rtol=0, atol=tol, equal_nan=True)
+
+
 @in_turn(
     by_format_and_instructions(
         "format", ["mxfp4", "mxfp8", "int4:1x64:float16", "float8_e4m3fn:32x32"], *INSTRUCTIONS

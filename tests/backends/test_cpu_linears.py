@@ -41,6 +41,45 @@ def test_every_format_is_multiplied_as_it_is_defined(
                 assert_close(y.float(), want.float(), TOL[dtype], f"{format}, {T} of {K}")
 
 
+NAN, INF = float("nan"), float("inf")
+# What takes the place of numbers of a row, by column from either end.
+PLANTED: dict[str, dict[int, float]] = {
+    "inf": {5: INF},
+    "minus_inf": {-3: -INF},
+    "nan": {70: NAN},
+    "infs": {0: INF, 40: INF, -1: INF},
+    "both_infs": {7: INF, -40: -INF},
+}
+
+
+@in_turn(each_element, pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"]))
+def test_what_is_not_finite_is_so_in_the_results_of_its_row_as_it_is_defined(
+    row: str, dtype: torch.dtype, instructions: str
+) -> None:
+    of = Format.of(row).element
+    mine = [f for f in dict.fromkeys((*GROUPED, *WHOLE, *RAGGED)) if Format.of(f).element == of]
+    for format in mine:
+        for T, K in SIZES:
+            call, _ = call_of(T, K, (37, 5), format, dtype)
+            before, x_TK, hit = multiply(call), call.x_TK, torch.arange(T) % 3 == 0
+            for name, planted in PLANTED.items():
+                call.x_TK = x_TK.clone()
+                for column, value in planted.items():
+                    call.x_TK[hit, column] = value
+                got, what = multiply(call), f"{format}, {name} in {T} of {K}"
+                for y, want, untouched in zip(
+                    got, quantized_linears.body(call), before, strict=True
+                ):
+                    assert torch.equal(kinds(y), kinds(want)), what
+                    assert bool((kinds(y)[hit] != 0).all()), what
+                    assert torch.equal(y[~hit], untouched[~hit]), what
+
+
+def kinds(t: torch.Tensor) -> torch.Tensor:
+    """1 and -1 for infinities, 2 for NaN, 0 for numbers."""
+    return torch.where(t.isnan(), 2.0, torch.where(t.isinf(), t.sign(), torch.zeros_like(t)))
+
+
 def test_it_is_what_runs() -> None:
     for dtype, name in ((F32, "cpu"), (BF16, "cpu"), (F16, "dequantize")):
         call, _ = call_of(2, 64, (4,), "int8:row", dtype)

@@ -9,7 +9,9 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moe_ops
+from moe_ops.testing import Tol, assert_close
 from tests.hf.test_quantize import SIZES
+from tests.hf.test_quantized_linears import quantized as in_codes
 from tests.hf.test_quantized_state import EVERY, quantized
 from tests.hf.test_saved import check_same
 
@@ -30,6 +32,20 @@ def test_every_scheme_comes_back_on_the_gpu(scheme: str, tmp_path: Path) -> None
     assert {p.device.type for p in loaded.state_dict().values()} == {"cuda"}
     check_same(model, loaded.cpu())
     assert torch.equal(logits(loaded.cuda()), logits(model.cuda()))
+
+
+def test_layers_in_codes_that_a_device_map_offloads(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model = in_codes()
+    model.save_pretrained(tmp_path)
+    own = ("embed_tokens", "rotary_emb", "layers.0", "norm")
+    places = {f"model.{name}": 0 for name in own} | {"model.layers.1": "cpu", "lm_head": "cpu"}
+    loaded = type(model).from_pretrained(tmp_path, device_map=places)
+    assert loaded.lm_head.weight_codes.is_meta
+    assert loaded.model.layers[1].self_attn.q_proj.weight_codes.is_meta
+    want = logits(model.cuda())
+    for _ in range(2):
+        assert_close(logits(loaded), want, Tol(1e-5, "float32 sums in another order"))
 
 
 def test_no_more_memory_than_one_shard_is_needed(tmp_path: Path) -> None:

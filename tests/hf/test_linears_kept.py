@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import moe_ops
+from tests.hf import families
 from tests.hf.coded_linears import coded
 from tests.hf.test_quantize import qwen
 
@@ -59,3 +60,26 @@ def test_the_report_shows_a_weight_that_is_no_number() -> None:
     report = moe_ops.quantize_model(model, None, linear_format="int8:row", progress=False)
     assert report.linears is not None and math.isnan(report.linears.error)
     assert report.linears.worst == "model.layers.0.self_attn.k_proj"
+
+
+# Indexers of sparse attention, and what of them published checkpoints in float8 hold codes of.
+INDEXERS = {
+    "deepseek_v32": {"wq_b", "wk"},
+    "glm_moe_dsa": {"wq_b", "wk"},
+    "hy_v4": {"wq_b", "wk"},
+    "deepseek_v4": {"q_b_proj"},
+}
+
+
+@pytest.mark.parametrize("family", [f for f in INDEXERS if f in families.discover()])
+def test_what_weighs_the_heads_of_an_indexer_stays(family: str) -> None:
+    model = families.build(family).model
+    model._keep_in_fp32_modules = [n for n in model._keep_in_fp32_modules or () if "weig" not in n]
+    report = moe_ops.quantize_model(model, None, linear_format="int8:row", progress=False)
+    names = [n for n in coded(model) if "indexer" in n]
+    assert {n.rpartition(".")[2] for n in names} == INDEXERS[family]
+    kept = {n: why for n, why in report.linears_kept.items() if n.endswith("weights_proj")}
+    assert kept and all("indexer" in n for n in kept)
+    assert set(kept.values()) == {
+        "weighs the heads of an indexer, which published checkpoints keep in 16 bits"
+    }

@@ -3,6 +3,7 @@
 // Of an expert with few rows the time is that of reading codes: every row of codes is streamed once for up to kMaxTokens
 // tokens and decoded in registers. Of one with many rows it is that of products: panels.h decodes ahead. Sums are
 // float32, and each group's sum is multiplied by its scale once: sum_g scale_g * (sum_d code_d x_d - zero_g sum_d x_d).
+// Of an infinite x_d both sums are infinite, and their difference NaN: then each code has its zero point subtracted.
 // Tokens are laid out first in the order in which codes come (codes.h), and quantised there if the layer says so
 // (inputs.h). The whole layer is one parallel region.
 //
@@ -16,7 +17,8 @@ template <typename X> struct Tile {
   const float* sums[kMaxTokens];
   const float* scales[kMaxTokens];
   int32_t offsets[kMaxTokens];
-  bool grouped;  // a scale for each span, not for the whole row
+  bool grouped;   // a scale for each span, not for the whole row
+  bool infinite;  // a row is, or has a NaN
 };
 
 // dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers, in integers.
@@ -49,33 +51,40 @@ void block_of_integers(const W& w, const Row& row, const Tile<typename W::X>& ti
   }
 }
 
-// dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers.
-template <Span span, int Tokens, typename W>
+// dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers. `differences`: zero points are subtracted
+// from codes, not from sums.
+template <Span span, int Tokens, bool differences = false, typename W>
 void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
   typedef typename W::Math Math;
   constexpr int registers = W::Decode::kRegisters;
   // Independent sums, so that a product need not wait for the one before; those of other spans are independent.
   constexpr int chains = span == kSteps || Tokens <= 2 ? 2 : 1;
   typename W::Decode decode;
-  Floats total[Tokens] = {}, part[Tokens][chains];
+  constexpr bool sums_have_zero = W::Element::kZero && !differences;
+  Floats total[Tokens] = {}, part[Tokens][chains], zero = {};
 
-  const auto begin = [&]() __attribute__((always_inline)) {
+  const auto first_group = [&](int64_t s) { return span == kGroups ? s * w.span_groups : s; };
+  const auto begin = [&](int64_t s) __attribute__((always_inline)) {
     MOE_UNROLL for (int t = 0; t < Tokens; ++t)
       MOE_UNROLL for (int c = 0; c < chains; ++c) part[t][c] = Floats{};
+    if constexpr (differences) zero = w.spread.template of<span>(row.zero + first_group(s));
   };
   const auto step = [&](const uint8_t* codes, int64_t at) __attribute__((always_inline)) {
     typename Math::Register numbers[registers];
     decode(codes, numbers);
+    if constexpr (differences) {
+      MOE_UNROLL for (int r = 0; r < registers; ++r) numbers[r] = Math::scaled(numbers[r], zero, Floats{} + 1.0f);
+    }
     MOE_UNROLL for (int t = 0; t < Tokens; ++t)
       MOE_UNROLL for (int r = 0; r < registers; ++r)
         Math::dot(part[t][r % chains], numbers[r], tile.x[t] + at * W::kStep + r * Math::kWidth);
   };
   const auto end = [&](int64_t s) __attribute__((always_inline)) {
-    const int64_t first = span == kGroups ? s * w.span_groups : s;
+    const int64_t first = first_group(s);
     const Floats scale = w.spread.template of<span>(row.scale + first);
     MOE_UNROLL for (int t = 0; t < Tokens; ++t) {
       MOE_UNROLL for (int c = 1; c < chains; ++c) part[t][0] += part[t][c];
-      if constexpr (W::Element::kZero) {
+      if constexpr (sums_have_zero) {
         Floats sums;
         std::memcpy(&sums, tile.sums[t] + s * kLanes, kVectorBytes);
         part[t][0] -= w.spread.template of<span>(row.zero + first) * sums;
@@ -91,7 +100,7 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   const int64_t steps = span == kSteps ? w.span_steps : 1;
   int64_t at = 0;
   for (int64_t s = 0; s < w.full_spans; ++s) {
-    begin();
+    begin(s);
     for (int64_t i = 0; i < steps; ++i, ++at, p += W::kBytes) {
       __builtin_prefetch(p + kPrefetchBytes);  // on AMD too: rows of gate and up take turns
       step(p, at);
@@ -99,7 +108,7 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
     end(s);
   }
   if (w.full_spans < w.spans) {
-    begin();
+    begin(w.full_spans);
     for (; at < w.full_steps; ++at, p += W::kBytes) step(p, at);
     if (at < w.steps) step(row.tail, at);
     end(w.full_spans);
@@ -124,14 +133,32 @@ void block_of(int tokens, const W& w, const Row& row, const Tile<typename W::X>&
   else block<span, Most>(w, row, tile, dots);
 }
 
+// Again, of rows whose results are no numbers, each code less its zero point.
+template <Span span, typename W>
+__attribute__((cold, noinline)) void dot_differences(int tokens, const W& w, const Row& row,
+                                                     const Tile<typename W::X>& tile, float* dots) {
+  for (int t = 0; t < tokens; ++t) {
+    const Tile<typename W::X> one = {{tile.x[t]}, {}, {tile.scales[t]}, {}, tile.grouped, true};
+    if (!std::isfinite(dots[t])) block<span, 1, true>(w, row, one, dots + t);
+  }
+}
+
+template <Span span, typename W>
+void dot_spans(int tokens, const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
+  block_of<span>(tokens, w, row, tile, dots);
+  if constexpr (W::Element::kZero) {
+    if (tile.infinite) dot_differences<span>(tokens, w, row, tile, dots);
+  }
+}
+
 template <typename W>
 void dot_row(int tokens, const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
   if constexpr (W::kIntegers) return block_of<kSteps>(tokens, w, row, tile, dots);
   if constexpr (W::kStep > kLeastGroup) {
-    if (w.span_groups > 1) return block_of<kGroups>(tokens, w, row, tile, dots);
+    if (w.span_groups > 1) return dot_spans<kGroups>(tokens, w, row, tile, dots);
   }
-  if (w.span_steps > 1) block_of<kSteps>(tokens, w, row, tile, dots);
-  else block_of<kGroup>(tokens, w, row, tile, dots);
+  if (w.span_steps > 1) dot_spans<kSteps>(tokens, w, row, tile, dots);
+  else dot_spans<kGroup>(tokens, w, row, tile, dots);
 }
 
 // Calls body(r0, tokens, tile) for the rows of an expert, up to kMaxTokens at once; row r reads `source(r)` of `x`.
@@ -141,7 +168,9 @@ void for_tiles(const Rows& rows, int32_t e, const Arranged<W>& x, const Source& 
   tile.grouped = x.groups > 1;
   for (int32_t r0 = rows.begin(e); r0 < rows.ends[e]; r0 += kMaxTokens) {
     const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
+    tile.infinite = false;
     for (int t = 0; t < tokens; ++t) {
+      if constexpr (W::Element::kZero) tile.infinite |= x.infinite[source(r0 + t)];
       tile.x[t] = x.row(source(r0 + t));
       tile.sums[t] = x.sums_of(source(r0 + t));
       tile.scales[t] = x.scales_of(source(r0 + t));

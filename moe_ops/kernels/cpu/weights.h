@@ -162,8 +162,8 @@ template <typename E, typename M, typename I> struct Weight {
   }
 };
 
-// Rows of numbers in the order in which a weight's codes are decoded, with zeros after the last column; the sums of
-// each lane in each span, for elements with zero points; and, of quantised rows, the scales.
+// Rows of numbers in the order in which a weight's codes are decoded, with zeros after the last column. For elements
+// with zero points, the sums of each lane in each span, and whether all are numbers; of quantised rows, the scales.
 template <typename W> struct Arranged {
   typedef typename W::X X;
   typedef typename W::Codes Codes;
@@ -174,6 +174,7 @@ template <typename W> struct Arranged {
   Buffer<float> sum, scale;
   Buffer<int32_t> offset;
   std::vector<uint32_t> largest;  // of each row, as bits
+  std::vector<char> infinite;     // for each row, whether an infinite number or a NaN is in its sums
   uint32_t largest_of_all = 0;
   int columns[W::kStep];
 
@@ -182,7 +183,7 @@ template <typename W> struct Arranged {
         sums(W::Element::kZero ? w.spans * kLanes : 0),
         groups(Codes::kQuantized ? (w.columns + inputs.group_columns - 1) / inputs.group_columns : 0), x(rows * stride),
         sum(rows * sums), scale(rows * groups), offset(W::kIntegers ? rows : 0),
-        largest(needs_largest() ? rows : 0) {
+        largest(needs_largest() ? rows : 0), infinite(W::Element::kZero ? rows : 0) {
     for (int i = 0; i < W::kStep; ++i) columns[i] = W::Decode::column(i);
   }
   const X* row(int64_t r) const { return x.data + r * stride; }
@@ -217,6 +218,7 @@ template <typename W> struct Arranged {
       std::fill(lanes, lanes + sums, 0.0f);
       for (int64_t i = 0; i < width; ++i)
         lanes[i / W::kStep / w.span_steps * kLanes + i % W::Math::kWidth / W::kPerLane] += to_float(to[i]);
+      infinite[r] = !std::all_of(lanes, lanes + sums, [](float sum) { return std::isfinite(sum); });
     }
   }
 
