@@ -49,15 +49,19 @@ from moe_ops.kernels.triton.experts.driver import Products
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
 from moe_ops.kernels.triton.experts.products import fragments, skeleton
 from moe_ops.kernels.triton.experts.products.fragments import ROWS
+from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
 from moe_ops.kernels.triton.experts.products.hopper import cut, tma_load
 from moe_ops.kernels.triton.experts.products.skeleton import first_tile, specialize
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.experts.weights import Stack
 
-BLOCK_M = 256  # tokens of a tile
-STAGES = {4: 3, 6: 3, 8: 5}  # 72, 64 or 40 KiB each: all that a block has
-TOKENS = gl.constexpr(BLOCK_M)
-BOX = gl.constexpr(64)  # tokens, and columns, that one copy takes
+BOX = gl.constexpr(64)  # columns that one copy of tokens takes
+
+
+@gluon.constexpr_function
+def box_of(tokens):
+    """How many tokens of a tile one copy takes."""
+    return 64 if tokens == 256 else min(tokens, 32)
 
 
 @gluon.constexpr_function
@@ -89,38 +93,79 @@ def _boxes(expert, n, sizes, W: gl.constexpr, ACT: gl.constexpr):
 
 
 @gluon.jit
+def _bring_scales(tile, w_scale_ptr, sizes, W: gl.constexpr, ACT: gl.constexpr):
+    """Begin to move a tile's scales into the L2 cache, ahead of the consumers that load them."""
+    expert, _, _, n = tile
+    N, K, out_n, _ = sizes
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    r = gl.arange(0, ROWS, layout)
+    if ACT.gated:
+        half = r % (ROWS // 2)
+        if W.bits == 8:
+            column = n * 64 + half
+        else:
+            column = n // 2 * 128 + n % 2 * 16 + half // 16 * 32 + half % 16
+        column = gl.minimum(column, out_n - 1)
+        right = r // (ROWS // 2)
+        row = 2 * column + right if ACT.interleaved else column + right * out_n
+    else:
+        row = gl.minimum(n * ROWS + r, N - 1)
+    across = gl.cdiv(K, W.across)
+    first = expert.to(gl.int64) * N * across
+    EACH: gl.constexpr = 256 // w_scale_ptr.dtype.element_ty.primitive_bitwidth
+    for g in range(0, across, EACH):
+        at = w_scale_ptr + first + (row * across + gl.minimum(g, across - 1))
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [at.to(gl.int64)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
 def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
     """The boxes of a tile's rows of W, and how many its tokens fill."""
     expert, end, row, n = tile
     W: gl.constexpr = HOW[0]
+    TOKENS: gl.constexpr = HOW[1].tokens
+    PART: gl.constexpr = box_of(TOKENS)
+    _, w_scale_ptr = source
+    if w_scale_ptr is not None:
+        _bring_scales(tile, w_scale_ptr, sizes, W, HOW[-1])
     of_codes = ()
     if W.bits != 6:
-        of_codes = _boxes(expert, n, sizes, W, HOW[1])
-    return of_codes, gl.minimum(gl.cdiv(end - row, BOX), TOKENS // BOX)
+        of_codes = _boxes(expert, n, sizes, W, HOW[-1])
+    return of_codes, gl.minimum(gl.cdiv(end - row, PART), TOKENS // PART)
 
 
 @gluon.jit
 def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     """A step of codes and of tokens."""
     codes, tokens, _, _ = rings
-    x_desc, left, right = source
+    descs, _ = source
+    x_desc, left, right = descs
     of_codes, filled = at
     W: gl.constexpr = HOW[0]
+    TOKENS: gl.constexpr = HOW[1].tokens
+    PART: gl.constexpr = box_of(TOKENS)
     STEP: gl.constexpr = fragments.columns_of(W)
     HALVES: gl.constexpr = fragments.halves_of(W)
     BOXED: gl.constexpr = W.bits != 6
     CODES: gl.constexpr = ROWS * 64 if BOXED else 0
-    X: gl.constexpr = 2 * BOX * STEP
-    for b in gl.static_range(TOKENS // BOX):
+    X: gl.constexpr = 2 * PART * STEP
+    for b in gl.static_range(TOKENS // PART):
         mbarrier.expect(bar, CODES + (b + 1) * X, pred=filled == b + 1)
     if BOXED:
         group, sub, right_group, right_sub = of_codes
         tma_load(left, [group, sub, i * 16], bar, codes.index(2 * stage))
         tma_load(right, [right_group, right_sub, i * 16], bar, codes.index(2 * stage + 1))
-    for b in gl.static_range(TOKENS // BOX):
+    for b in gl.static_range(TOKENS // PART):
         for half in gl.static_range(HALVES):
-            place = tokens.index(HALVES * stage + half).slice(b * BOX, BOX)
-            place_at = [tile[2] + b * BOX, i * STEP + half * BOX]
+            place = tokens.index(HALVES * stage + half).slice(b * PART, PART)
+            place_at = [tile[2] + b * PART, i * STEP + half * BOX]
             tma_load(x_desc, place_at, bar, place, pred=b < filled)
 
 
@@ -331,15 +376,31 @@ def _product(
     """A consumer's rows of W of a tile."""
     _, end, row, _ = tile
     W: gl.constexpr = HOW[0]
-    ACT: gl.constexpr = HOW[1]
-    if row + 192 < end:
-        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (256,), W, ACT)
-    elif row + 128 < end:
-        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128, 64), W, ACT)
-    elif row + 64 < end:
-        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128,), W, ACT)
+    TOKENS: gl.constexpr = HOW[1].tokens
+    ACT: gl.constexpr = HOW[-1]
+    if TOKENS == 256:
+        if row + 192 < end:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (256,), W, ACT)
+        elif row + 128 < end:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128, 64), W, ACT)
+        elif row + 64 < end:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128,), W, ACT)
+        else:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (64,), W, ACT)
+    elif TOKENS == 128:
+        if row + 96 < end:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128,), W, ACT)
+        elif row + 64 < end:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (64, 32), W, ACT)
+        else:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (64,), W, ACT)
+    elif TOKENS == 64:
+        if row + 32 < end:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (64,), W, ACT)
+        else:
+            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (32,), W, ACT)
     else:
-        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (64,), W, ACT)
+        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (TOKENS,), W, ACT)
     return pending
 
 
@@ -347,8 +408,10 @@ def _product(
 def _grouped_codes(
     x_desc, w_desc, up_desc, w_scale_ptr, w_zero_ptr, global_scale_ptr, bias_ptr, out_ptr,
     tiles_ptr, N, K, n_tiles,
-    out_n, width, W: gl.constexpr, ACT: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr,
+    out_n, width, W: gl.constexpr, ACT: gl.constexpr, TWO: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
+    TOKENS: gl.constexpr = TILE.tokens
+    STAGES: gl.constexpr = TILE.stages
     dealt = first_tile(tiles_ptr, n_tiles, TOKENS)
     of_x: gl.constexpr = x_desc.layout
     HALVES: gl.constexpr = fragments.halves_of(W)
@@ -357,20 +420,23 @@ def _grouped_codes(
         codes = w_desc
     else:
         codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], w_desc.layout)
-    source = (x_desc, w_desc, up_desc)
+    source = (
+        (x_desc, w_desc, up_desc),
+        w_scale_ptr if TILE.prefetch and W.across != -1 and W.down == 1 else None,
+    )
     output = (global_scale_ptr, global_scale_ptr + 1 if TWO else None, bias_ptr, out_ptr)
     specialize(
         dealt, (codes, tokens), source, output, (None, None), (N, K, out_n, width),
         (w_scale_ptr, w_zero_ptr), _boxes_of_tile, _copy, None, _product, TOKENS,
         fragments.columns_of(W), fragments.at_once(W), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1),
-        HOW=(W, ACT),
+        HOW=(W, TILE, ACT), BLOCKS=TILE.blocks,
     )  # fmt: skip
 
 
 def launch(
     x_RK: Tensor, w_ENW: Tensor, w_scale: Tensor | None, w_zero: Tensor | None,
     global_scale_E: Tensor | None, bias_EN: Tensor | None, out: Tensor, tiles: TileMap,
-    weight: Weight, act: Act,
+    tile: CodesTile, weight: Weight, act: Act,
 ) -> None:  # fmt: skip
     """Run one product over sorted, arranged rows; its output is arranged if `act` has a kind. The
     backend says which layers it takes."""
@@ -380,11 +446,11 @@ def launch(
     if bits != 6:
         w_desc, up_desc = _boxed(w_ENW, act.interleaved, fragments.group_of(weight))
     skeleton.launch(
-        _grouped_codes, x_RK, skeleton.boxes(x_RK, BOX.value, BOX.value), w_desc, up_desc, w_scale,
+        _grouped_codes, x_RK, skeleton.boxes(x_RK, box_of(tile.tokens), BOX.value), w_desc, up_desc, w_scale,
         w_zero, global_scale_E, None if bias_EN is None else bias_EN.contiguous(), out, tiles.table,
         N, words * 32 // bits, triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value),
         N // 2 if gated else N, width, weight, act,
-        global_scale_E is not None and global_scale_E.dim() == 2, STAGES[bits],
+        global_scale_E is not None and global_scale_E.dim() == 2, tile, blocks=tile.blocks,
     )  # fmt: skip
 
 
@@ -404,7 +470,8 @@ def _run_product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act) -> No
     w, scale, zero, common, bias = stack
     assert c.layer.weight is not None
     words = w.view(torch.int32)
-    launch(x.values, words, scale, zero, common, bias, out, c.tiles, c.layer.weight, act)
+    weight, tile = c.layer.weight, c.tiles
+    launch(x.values, words, scale, zero, common, bias, out, c.tile_map, tile, weight, act)
 
 
 # Rows of x are gathered once for all: copies by TMA then take both products' tokens.
@@ -412,5 +479,5 @@ run = Products(
     up=lambda c: _run_product(c, c.x, c.layer.stack13, c.h.values, c.layer.act),
     down=lambda c: _run_product(c, c.h, c.layer.stack2, c.out, LINEAR),
     reads=Reads(gathered=True, arranged=(4, 6, 8)),
-    tile_rows=lambda *_: BLOCK_M,
+    tile_rows=lambda c, _: c.tiles.tokens,
 ).run
