@@ -157,7 +157,7 @@ def of_rows(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | N
 
 # Rows an expert on average, by the tokens of a tile of codes that are decoded in registers, and the
 # blocks that share a processor.
-MOST_OF_CODES_TILE = {(16, 2): 10, (32, 2): 24, (64, 2): 48, (128, 1): 110, (256, 1): math.inf}
+CODES_TILES = {(16, 2): 10, (32, 2): 24, (64, 2): 48, (128, 1): 110, (256, 1): math.inf}
 BLOCK_MEMORY = 227 * 1024  # bytes of shared memory of a block that has a processor of Hopper
 OF_A_PAIR = 113 * 1024  # of each of two
 STORED = 9 * 1024  # bytes of it through which outputs move
@@ -177,7 +177,7 @@ def of_registers(
     """The tile of a call by the table."""
     experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
     per_expert = ids_TK.numel() / experts
-    tokens, blocks = next(tile for tile, most in MOST_OF_CODES_TILE.items() if per_expert <= most)
+    tokens, blocks = next(tile for tile, most in CODES_TILES.items() if per_expert <= most)
     return codes_tile(tokens, blocks, _codes(layer).bits)
 
 

@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
+from moe_ops.backends.triton_tiles import CODES_TILES, codes_tile
 from moe_ops.kernels.triton import LINEAR, Act, Weight, wgrad
 from moe_ops.kernels.triton.experts.adapters import Added
 from moe_ops.kernels.triton.experts.formats.order import arranged
@@ -53,6 +54,7 @@ E, K, D, I = 8, 2, 512, 256  # noqa: E741
 # Among names of activations.
 PLAIN = "plain"
 FORMATS = "formats"
+TILES = "tiles"
 
 
 def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
@@ -134,6 +136,7 @@ def codes_product(
     bias: bool,
     format: tuple[str, int, str],
     dtype: torch.dtype,
+    tokens_and_blocks: tuple[int, int] = (256, 1),
 ) -> None:
     """`act` without a kind: the second product, whose output is not arranged."""
     element, group, kind = format
@@ -149,7 +152,8 @@ def codes_product(
         empty(E, dtype=torch.float32) if group == 16 else None,
         empty(E, N, dtype=dtype) if bias else None,
         empty(4096, arranged(out_n, weight) if act.kind else out_n, dtype=dtype),
-        TileMap(empty(99, 8, dtype=torch.int32), grouped_registers.BLOCK_M),
+        TileMap(empty(99, 8, dtype=torch.int32), tokens_and_blocks[0]),
+        codes_tile(*tokens_and_blocks, bits),
         weight,
         act,
     )
@@ -157,7 +161,7 @@ def codes_product(
 
 def codes_products(names: list[str]) -> None:
     """Of every activation in int4; "plain" stands for the first product of one of them without
-    biases, and "formats" for one in other formats."""
+    biases, "formats" for one in other formats, and "tiles" for both products in smaller tiles."""
     int4 = ("int4", 128, "bfloat16")
     if PLAIN in names:
         codes_product(2 * I, D, I, Act("silu"), False, int4, torch.bfloat16)
@@ -167,6 +171,12 @@ def codes_products(names: list[str]) -> None:
         codes_product(rows, D, I, Act(*act.args), bias, int4, torch.bfloat16)
         if name == "silu":
             codes_product(D, I, D, LINEAR, bias, int4, torch.bfloat16)
+    if TILES in names:
+        smaller = [tile for tile in CODES_TILES if tile != (256, 1)]
+        formats = (int4, ("float4_e2m1", 16, "float8_e4m3fn"), ("float8_e4m3fn", 32, "e8m0"))
+        for format, tile in itertools.product(formats, smaller):
+            codes_product(2 * I, D, I, Act("silu"), True, format, torch.bfloat16, tile)
+            codes_product(D, I, D, LINEAR, True, format, torch.bfloat16, tile)
     more = (
         ("float4_e2m1", 32, "e8m0"), ("float4_e2m1", 16, "float8_e4m3fn"),
         ("uint4", 32, "float16"), ("int4", -1, "float32"), ("float6_e3m2", 32, "e8m0"),
