@@ -134,10 +134,14 @@ def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
     PART: gl.constexpr = box_of(TOKENS)
     _, w_scale_ptr = source
     if w_scale_ptr is not None:
-        _bring_scales(tile, w_scale_ptr, sizes, W, HOW[-1])
+        BOTH: gl.constexpr = HOW[1].rows // ROWS
+        for s in gl.static_range(BOTH):
+            _bring_scales((expert, end, row, BOTH * n + s), w_scale_ptr, sizes, W, HOW[-1])
     of_codes = ()
     if W.bits != 6:
-        of_codes = _boxes(expert, n, sizes, W, HOW[-1])
+        SUBS: gl.constexpr = HOW[1].rows // ROWS
+        for s in gl.static_range(SUBS):
+            of_codes = of_codes + (_boxes(expert, SUBS * n + s, sizes, W, HOW[-1]),)
     return of_codes, gl.minimum(gl.cdiv(end - row, PART), TOKENS // PART)
 
 
@@ -154,14 +158,18 @@ def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     STEP: gl.constexpr = fragments.columns_of(W)
     HALVES: gl.constexpr = fragments.halves_of(W)
     BOXED: gl.constexpr = W.bits != 6
-    CODES: gl.constexpr = ROWS * 64 if BOXED else 0
+    SUBS: gl.constexpr = HOW[1].rows // ROWS
+    CODES: gl.constexpr = SUBS * ROWS * 64 if BOXED else 0
     X: gl.constexpr = 2 * PART * STEP
     for b in gl.static_range(TOKENS // PART):
         mbarrier.expect(bar, CODES + (b + 1) * X, pred=filled == b + 1)
     if BOXED:
-        group, sub, right_group, right_sub = of_codes
-        tma_load(left, [group, sub, i * 16], bar, codes.index(2 * stage))
-        tma_load(right, [right_group, right_sub, i * 16], bar, codes.index(2 * stage + 1))
+        for s in gl.static_range(SUBS):
+            group, sub, right_group, right_sub = of_codes[s]
+            place = codes.index(2 * (SUBS * stage + s))
+            tma_load(left, [group, sub, i * 16], bar, place)
+            place = codes.index(2 * (SUBS * stage + s) + 1)
+            tma_load(right, [right_group, right_sub, i * 16], bar, place)
     for b in gl.static_range(TOKENS // PART):
         for half in gl.static_range(HALVES):
             place = tokens.index(HALVES * stage + half).slice(b * PART, PART)
@@ -264,6 +272,89 @@ def _multiply(
             values = fragments.operand_of(started_values, pair, W, DTYPE)
             stage = next_stage
     return accs
+
+
+@gluon.jit
+def _wait_wide(accs, COUNT: gl.constexpr):
+    return warpgroup_mma_wait(COUNT, deps=[accs[0], accs[1]])
+
+
+@gluon.jit
+def _multiply_wide(
+    rings, step, steps, sizes, scales, tile, LOWER: gl.constexpr, TOKENS: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """The sums of a consumer's rows of W of two tiles side by side with their tokens."""
+    codes, tokens, full, empty = rings
+    STAGES: gl.constexpr = full.shape[0]
+    DTYPE: gl.constexpr = tokens.dtype
+    GATED: gl.constexpr = ACT.gated
+    HALVES: gl.constexpr = fragments.halves_of(W)
+    a, b = _no_sums(TOKENS), _no_sums(TOKENS)
+    expert, end, row, n = tile
+    a_at = fragments.factors_at((expert, end, row, 2 * n), sizes, LOWER, W, ACT)
+    b_at = fragments.factors_at((expert, end, row, 2 * n + 1), sizes, LOWER, W, ACT)
+    a_stored = fragments.load_factors(scales, a_at, 0, W)
+    b_stored = fragments.load_factors(scales, b_at, 0, W)
+    stage = step % STAGES
+    a_less, a_pair, a_right_pair = fragments.factor_pairs(a_stored, W, DTYPE)
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    a_words = fragments.load_words(rings, 2 * stage, LOWER, W, GATED)
+    values = fragments.operand_of(
+        fragments.unscaled(a_words[0], a_less, W, DTYPE), a_pair, W, DTYPE
+    )
+    for i in range(0, steps):
+        a_stored = fragments.load_factors(scales, a_at, i + 1, W)
+        a = _start_part(a, values, tokens.index(HALVES * stage), 0, TOKENS)
+        b_less, b_pair, b_right_pair = fragments.factor_pairs(b_stored, W, DTYPE)
+        b_words = fragments.load_words(rings, 2 * stage + 1, LOWER, W, GATED)
+        b_stored = fragments.load_factors(scales, b_at, i + 1, W)
+        values = fragments.operand_of(
+            fragments.unscaled(b_words[0], b_less, W, DTYPE), b_pair, W, DTYPE
+        )
+        b = _start_part(b, values, tokens.index(HALVES * stage), 0, TOKENS)
+        if HALVES == 2:
+            a, b = warpgroup_mma_wait(1, deps=[a, b])
+            values = fragments.operand_of(
+                fragments.unscaled(a_words[1], a_less, W, DTYPE), a_right_pair, W, DTYPE
+            )
+            a = _start_part(a, values, tokens.index(HALVES * stage + 1), 0, TOKENS)
+            a, b = warpgroup_mma_wait(1, deps=[a, b])
+            values = fragments.operand_of(
+                fragments.unscaled(b_words[1], b_less, W, DTYPE), b_right_pair, W, DTYPE
+            )
+            b = _start_part(b, values, tokens.index(HALVES * stage + 1), 0, TOKENS)
+        a_less, a_pair, a_right_pair = fragments.factor_pairs(a_stored, W, DTYPE)
+        next_stage = (step + i + 1) % STAGES
+        phase = (step + i + 1) // STAGES & 1
+        mbarrier.wait(full.index(next_stage), phase, pred=i + 1 < steps)
+        a_words = fragments.load_words(rings, 2 * next_stage, LOWER, W, GATED)
+        started = fragments.unscaled(a_words[0], a_less, W, DTYPE)
+        a, b = warpgroup_mma_wait(0, deps=[a, b])
+        mbarrier.arrive(empty.index(stage))
+        values = fragments.operand_of(started, a_pair, W, DTYPE)
+        stage = next_stage
+    return a, b
+
+
+@gluon.jit
+def _run_wide(
+    LOWER: gl.constexpr, step, k_steps, tile, output, rings, sizes, scales, TOKENS: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    _, tokens, _, _ = rings
+    expert, end, row, n = tile
+    AT_ONCE: gl.constexpr = 64 if ACT.gated else 32
+    accs = _multiply_wide(rings, step, k_steps, sizes, scales, tile, LOWER, TOKENS, W, ACT)
+    for s in gl.static_range(2):
+        pieces = (accs[s],)
+        for _ in gl.static_range(3):
+            if len(pieces) * AT_ONCE < TOKENS:
+                pieces = cut(pieces)
+        for i in gl.static_range(len(pieces)):
+            sums = rescaled(pieces[i], W, tokens.dtype)
+            where = (expert, end, row + i * AT_ONCE, 2 * n + s)
+            _store(sums, output, where, sizes, LOWER, W, ACT)
 
 
 @gluon.jit
@@ -378,7 +469,20 @@ def _product(
     W: gl.constexpr = HOW[0]
     TOKENS: gl.constexpr = HOW[1].tokens
     ACT: gl.constexpr = HOW[-1]
-    if TOKENS == 256:
+    if HOW[1].rows == 256:
+        if TOKENS == 128:
+            if row + 64 < end:
+                _run_wide(LOWER, step, k_steps, tile, output, rings, sizes, scales, 128, W, ACT)
+            else:
+                _run_wide(LOWER, step, k_steps, tile, output, rings, sizes, scales, 64, W, ACT)
+        elif TOKENS == 64:
+            if row + 32 < end:
+                _run_wide(LOWER, step, k_steps, tile, output, rings, sizes, scales, 64, W, ACT)
+            else:
+                _run_wide(LOWER, step, k_steps, tile, output, rings, sizes, scales, 32, W, ACT)
+        else:
+            _run_wide(LOWER, step, k_steps, tile, output, rings, sizes, scales, TOKENS, W, ACT)
+    elif TOKENS == 256:
         if row + 192 < end:
             _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (256,), W, ACT)
         elif row + 128 < end:
@@ -419,7 +523,8 @@ def _grouped_codes(
     if W.bits == 6:
         codes = w_desc
     else:
-        codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], w_desc.layout)
+        BOXES: gl.constexpr = TILE.rows // 64 * STAGES
+        codes = gl.allocate_shared_memory(gl.int32, [BOXES, 4, 16, 16], w_desc.layout)
     source = (
         (x_desc, w_desc, up_desc),
         w_scale_ptr if TILE.prefetch and W.across != -1 and W.down == 1 else None,
@@ -448,7 +553,7 @@ def launch(
     skeleton.launch(
         _grouped_codes, x_RK, skeleton.boxes(x_RK, box_of(tile.tokens), BOX.value), w_desc, up_desc, w_scale,
         w_zero, global_scale_E, None if bias_EN is None else bias_EN.contiguous(), out, tiles.table,
-        N, words * 32 // bits, triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value),
+        N, words * 32 // bits, triton.cdiv(width, tile.rows // 2 if gated else tile.rows),
         N // 2 if gated else N, width, weight, act,
         global_scale_E is not None and global_scale_E.dim() == 2, tile, blocks=tile.blocks,
     )  # fmt: skip

@@ -16,3 +16,4 @@ class CodesTile(Constant):
     stages: int
     blocks: int = 1
     prefetch: bool = False
+    rows: int = 128
