@@ -155,20 +155,26 @@ def of_rows(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | N
     return rows_fitting(tiles, layer.act.gated, codes.bits, memory)
 
 
-# Rows an expert on average, by the tokens of a tile of codes that are decoded in registers, and the
-# blocks that share a processor.
-CODES_TILES = {(16, 2): 10, (32, 2): 24, (64, 2): 48, (128, 1): 110, (256, 1): math.inf}
+# The tile of codes that are decoded in registers, but for its stages, by the most rows an expert on
+# average: of uniform routing nearly every expert has one tile then.
+CODES_TILES = (
+    (9, CodesTile(16, 0, blocks=2)), (22, CodesTile(32, 0, blocks=2)),
+    (48, CodesTile(64, 0, blocks=2)), (105, CodesTile(128, 0)), (math.inf, CodesTile(256, 0)),
+)  # fmt: skip
 BLOCK_MEMORY = 227 * 1024  # bytes of shared memory of a block that has a processor of Hopper
 OF_A_PAIR = 113 * 1024  # of each of two
 STORED = 9 * 1024  # bytes of it through which outputs move
 
 
-def codes_tile(tokens: int, blocks: int, bits: int) -> CodesTile:
-    """A tile with as many stages as fit; codes of six bits do not lie in shared memory."""
+@functools.cache
+def codes_tile(tile: CodesTile, bits: int) -> CodesTile:
+    """The tile with as many stages as fit; codes of six bits do not lie in shared memory."""
+    if bits == 6:
+        tile = replace(tile, rows=128, turns=1)
     columns = 64 if bits == 8 else STEP
-    stage = columns * (2 * tokens + (0 if bits == 6 else 128 * bits // 8))
-    memory = (BLOCK_MEMORY if blocks == 1 else OF_A_PAIR) - STORED
-    return CodesTile(tokens, stages_within(memory, stage, MOST_STAGES), blocks)
+    stage = columns * (2 * tile.tokens + (0 if bits == 6 else tile.rows * bits // 8))
+    memory = (BLOCK_MEMORY if tile.blocks == 1 else OF_A_PAIR) - STORED
+    return replace(tile, stages=stages_within(memory, stage, MOST_STAGES))
 
 
 def of_registers(
@@ -177,8 +183,8 @@ def of_registers(
     """The tile of a call by the table."""
     experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
     per_expert = ids_TK.numel() / experts
-    tokens, blocks = next(tile for tile, most in CODES_TILES.items() if per_expert <= most)
-    return codes_tile(tokens, blocks, _codes(layer).bits)
+    tile = next(tile for most, tile in CODES_TILES if per_expert <= most)
+    return codes_tile(tile, _codes(layer).bits)
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:

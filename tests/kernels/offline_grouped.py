@@ -41,6 +41,7 @@ from moe_ops.kernels.triton.experts.products import (
     grouped_registers,
     grouped_wgmma,
 )
+from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
 from moe_ops.kernels.triton.experts.products.grouped_wgmma import Scales
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.ops.activate import Activation
@@ -55,6 +56,7 @@ E, K, D, I = 8, 2, 512, 256  # noqa: E741
 PLAIN = "plain"
 FORMATS = "formats"
 TILES = "tiles"
+MANY_TOKENS = CODES_TILES[-1][1]
 
 
 def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
@@ -136,7 +138,7 @@ def codes_product(
     bias: bool,
     format: tuple[str, int, str],
     dtype: torch.dtype,
-    tokens_and_blocks: tuple[int, int] = (256, 1),
+    tile: CodesTile = MANY_TOKENS,
 ) -> None:
     """`act` without a kind: the second product, whose output is not arranged."""
     element, group, kind = format
@@ -152,8 +154,8 @@ def codes_product(
         empty(E, dtype=torch.float32) if group == 16 else None,
         empty(E, N, dtype=dtype) if bias else None,
         empty(4096, arranged(out_n, weight) if act.kind else out_n, dtype=dtype),
-        TileMap(empty(99, 8, dtype=torch.int32), tokens_and_blocks[0]),
-        codes_tile(*tokens_and_blocks, bits),
+        TileMap(empty(99, 8, dtype=torch.int32), tile.tokens),
+        codes_tile(tile, bits),
         weight,
         act,
     )
@@ -172,7 +174,7 @@ def codes_products(names: list[str]) -> None:
         if name == "silu":
             codes_product(D, I, D, LINEAR, bias, int4, torch.bfloat16)
     if TILES in names:
-        smaller = [tile for tile in CODES_TILES if tile != (256, 1)]
+        smaller = [tile for _, tile in CODES_TILES if tile != MANY_TOKENS]
         formats = (int4, ("float4_e2m1", 16, "float8_e4m3fn"), ("float8_e4m3fn", 32, "e8m0"))
         for format, tile in itertools.product(formats, smaller):
             codes_product(2 * I, D, I, Act("silu"), True, format, torch.bfloat16, tile)

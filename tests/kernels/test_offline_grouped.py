@@ -146,10 +146,10 @@ def test_the_hopper_kernel_by_rows_compiles_and_keeps_to_its_registers(names, va
         (("plain",), 1),
         *(
             pytest.param(*p, marks=pytest.mark.every)
-            for p in ((USED, 6), (("formats",), 17), (OTHERS, 16))
+            for p in ((USED, 6), (("formats",), 17), (("tiles",), 24), (OTHERS, 16))
         ),
     ],
-    ids=["plain", "used", "formats", "others"],
+    ids=["plain", "used", "formats", "tiles", "others"],
 )
 def test_the_kernel_of_codes_waits_for_no_single_product(names, variants):
     found = compiled("_grouped_codes", names)

@@ -54,7 +54,7 @@ from moe_ops.kernels.triton.launch import processors
 
 # Of a thread at the start, for three warpgroups, by the blocks of a processor; then moved to the
 # consumers.
-REGISTERS = {1: 168, 2: 80, 3: 56}
+REGISTERS = {1: 168, 2: 80}
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -207,7 +207,7 @@ def specialize(
         ],
         [4, WARPS],
         # Of the second consumer and of the producer; what is left goes to the first consumer.
-        [224, 64] if WARPS == 4 else [232, 40] if BLOCKS == 1 else [104, 32] if BLOCKS == 2 else [72, 24],
+        [224, 64] if WARPS == 4 else [232, 40] if BLOCKS == 1 else [104, 32],
     )  # fmt: skip
 
 
