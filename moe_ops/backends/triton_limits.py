@@ -15,13 +15,13 @@ from moe_ops.ops.experts import ExpertsCall
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # The same for quantised weights: rows where triton.grouped decodes them first, by the bits of a
 # code; with inputs of 8 bits, on an H100; and where it multiplies codes as they are stored, by the
-# bits and whether rows have one scale for a step of columns, and of large experts.
+# bits and whether rows have one scale for a step of columns, and of large experts by the bits.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 # Those of fewer than eight bits take the ways of four, which were measured.
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
 MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
-MOST_ROWS_OF_LARGE_AS_STORED = 24
+MOST_ROWS_OF_LARGE_AS_STORED = {4: 3, 6: 24, 8: 24}
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
@@ -60,7 +60,7 @@ def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
     bits = 8 if weight.bits == 8 else 4
     if as_stored and refuse_registers(call) is None:
         if _is_large(call):
-            return MOST_ROWS_OF_LARGE_AS_STORED
+            return MOST_ROWS_OF_LARGE_AS_STORED[weight.bits]
         return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]
     decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // weight.bits
     return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]

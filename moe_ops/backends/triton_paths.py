@@ -136,7 +136,10 @@ PATHS = (
     Path(name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu),
     Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
-    Path(name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers),
+    Path(
+        name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers,
+        tiles=":of_registers",
+    ),
     Path(
         name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of,
         runs_one_product=_one_by_wgmma,
@@ -208,8 +211,11 @@ def _with_reasons(ways: str, refusals: dict[str, str]) -> str:
 
 def of_tiles(kernel: str, tiles: Any) -> Path:
     """The path of a backend that takes these tiles."""
+    from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
     from moe_ops.kernels.triton.experts.products.register_stream import Streams
 
+    if isinstance(tiles, CodesTile):
+        return BY_FORCED["triton.grouped/registers"]
     stream, other = paths_of(kernel)
     return stream if isinstance(tiles, Streams) else other
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, TINY_TOKENS, most_streamed
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.kernels.triton.experts.products.rows import RowsTiles, Tile
 from moe_ops.kernels.triton.experts.products.tiny import TinyTiles
@@ -25,6 +26,7 @@ LONG = 8192  # columns of W2, from which on few programs have much to read
 # Of float4, those that one tile of 8 tokens serves better than two, where columns fill all steps
 # and where they do not: then loads have masks.
 MOST_OF_8, MOST_OF_8_MASKED = 7, 8
+MOST_STAGES = 16  # of a tile of codes
 SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
 FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
 
@@ -151,6 +153,38 @@ def of_rows(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | N
     if memory < HOPPER_MEMORY:
         memory -= DECODED
     return rows_fitting(tiles, layer.act.gated, codes.bits, memory)
+
+
+# The tile of codes that are decoded in registers, but for its stages, by the most rows an expert on
+# average: of uniform routing nearly every expert has one tile then.
+CODES_TILES = (
+    (9, CodesTile(16, 0, blocks=2)), (22, CodesTile(32, 0, blocks=2)),
+    (48, CodesTile(64, 0, blocks=2)), (105, CodesTile(128, 0)), (math.inf, CodesTile(256, 0)),
+)  # fmt: skip
+BLOCK_MEMORY = 227 * 1024  # bytes of shared memory of a block that has a processor of Hopper
+OF_A_PAIR = 113 * 1024  # of each of two
+STORED = 9 * 1024  # bytes of it through which outputs move
+
+
+@functools.cache
+def codes_tile(tile: CodesTile, bits: int) -> CodesTile:
+    """The tile with as many stages as fit; codes of six bits do not lie in shared memory."""
+    if bits == 6:
+        tile = replace(tile, rows=128, turns=1)
+    columns = 64 if bits == 8 else STEP
+    stage = columns * (2 * tile.tokens + (0 if bits == 6 else tile.rows * bits // 8))
+    memory = (BLOCK_MEMORY if tile.blocks == 1 else OF_A_PAIR) - STORED
+    return replace(tile, stages=stages_within(memory, stage, MOST_STAGES))
+
+
+def of_registers(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> CodesTile:
+    """The tile of a call by the table."""
+    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
+    per_expert = ids_TK.numel() / experts
+    tile = next(tile for most, tile in CODES_TILES if per_expert <= most)
+    return codes_tile(tile, _codes(layer).bits)
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from moe_ops.backends import triton_paths
 from moe_ops.backends.triton import run_experts, tiles_of
 from moe_ops.bench import progress
 from moe_ops.bench.cells import SEED, Grid, fill, make_turns, untimed
@@ -23,7 +24,7 @@ from moe_ops.ops import experts
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import Case
 
-KERNELS = ("tiny", "rows")
+KERNELS = ("tiny", "rows", "grouped")
 # The sizes of each product's tile, with what may be tried of them.
 WARPS, STAGES = (4, 8), (2, 3, 4, 5, 6)
 ROWS_SIZES: dict[str, tuple[int, ...]] = {
@@ -39,6 +40,10 @@ TINY_SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 STREAM_SIZES: dict[str, tuple[int, ...]] = {
     "S": (1, 2, 4, 8, 16), "MW": (1, 2, 4, 8), "MT": (1, 2, 4), "NT": (1, 2, 4),
     "C": (1, 2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8),
+}  # fmt: skip
+# Of codes that many rows an expert decode in registers, of both products.
+CODES_SIZES: dict[str, tuple[int, ...]] = {
+    "tokens": (16, 32, 64, 128, 256), "blocks": (1, 2), "rows": (128, 256), "turns": (1, 2),
 }  # fmt: skip
 Tiles = TypeVar("Tiles")
 
@@ -66,6 +71,19 @@ def around(kernel: str, product: str, tiles: Any) -> Iterator[Any]:
         for value in (*below[-1:], *above[:1]):
             changed = replace(part, **{name: value})
             yield replace(tiles, **{product: changed}) if of_product else changed
+
+
+def around_codes(bits: int, tile: Any) -> Iterator[Any]:
+    """The tiles of codes in which one size is the next smaller or larger one, with as many
+    stages as fit."""
+    from moe_ops.backends.triton_tiles import codes_tile
+
+    for name, values in CODES_SIZES.items():
+        at = values.index(getattr(tile, name))
+        for value in (*values[:at][-1:], *values[at + 1 :][:1]):
+            changed = codes_tile(replace(tile, **{name: value}), bits)
+            if changed != tile:
+                yield changed
 
 
 def climb(
@@ -107,7 +125,11 @@ def measure(
         return Tried(tiles=tiles, us=cell.us, wrong=cell.wrong)
 
     start = _start(kernel, turns.inputs[0])
-    found = climb(start, functools.partial(around, kernel, product), time, most)
+    neighbours = functools.partial(around, kernel, product)
+    if kernel == "grouped":
+        assert grid.quant is not None
+        neighbours = functools.partial(around_codes, int(grid.quant.format.bits))
+    found = climb(start, neighbours, time, most)
     progress.done()
     return found
 
@@ -132,6 +154,9 @@ def _start(kernel: str, inputs: tuple[Weights, Routed]) -> Any:
     refusal = experts.backends[f"triton.{kernel}"].refusal("cuda", first.shape[0], record)
     if refusal is not None:
         raise ValueError(f"triton.{kernel} does not run this layer: it {refusal}")
+    path = triton_paths.pick(kernel, record).path
+    if not path.tiles:
+        raise ValueError(f"triton.{path.name}, which runs this layer, takes no tiles")
     return tiles_of(kernel, record)
 
 

@@ -10,12 +10,13 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.backends.triton_tiles import rows_of_codes
+from moe_ops.backends.triton_tiles import codes_tile, rows_of_codes
 from moe_ops.bench import cells, formats, tiles, timing
 from moe_ops.bench.__main__ import parse
 from moe_ops.bench.rates import Rates
 from moe_ops.kernels.triton import Weight
 from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.kernels.triton.experts.products.tiny import TinyTiles
 from moe_ops.testing import DEVICE, F16, Case
@@ -52,6 +53,15 @@ def test_what_is_wrong_is_last_and_leads_nowhere() -> None:
     assert found[-1].us is None and found[-1].wrong == "too large"
 
 
+def test_one_size_of_a_tile_of_codes_changes_and_its_stages_fit() -> None:
+    start = codes_tile(CodesTile(32, 0, blocks=2), 4)
+    changed = list(tiles.around_codes(4, start))
+    assert codes_tile(CodesTile(64, 0, blocks=2), 4) in changed
+    assert codes_tile(CodesTile(32, 0), 4) in changed
+    assert {t.tokens for t in changed} == {16, 32, 64} and start not in changed
+    assert all(t == codes_tile(t, 4) for t in changed)
+
+
 def test_one_size_of_one_product_changes() -> None:
     start = TinyTiles()
     changed = list(tiles.around("tiny", "up", start))
@@ -74,16 +84,7 @@ def test_a_format_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str
     assert "choose groups of 32 or 64" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@one_in(2, pytest.mark.parametrize("kernel", tiles.KERNELS))
-def test_tiles_of_a_layer_are_checked_and_timed(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The interpreter takes long for a call: one set of inputs, and one replay.
-    monkeypatch.setattr(cells, "sets_for", lambda *_: 1)
-    once = timing.Timing(us=1.0, low_us=1.0, high_us=1.0, replays=1)
-    if DEVICE == "cpu":
-        monkeypatch.setattr(cells, "time_replays", lambda *_: once)
+def small_grid() -> tuple[Case, cells.Grid]:
     case = Case(name="small", T=1, E=3, K=2, D=128, I=64)
     grid = cells.Grid(
         layers=[case],
@@ -95,7 +96,29 @@ def test_tiles_of_a_layer_are_checked_and_timed(
         seconds=0.01,
         quant=formats.parse("mxfp4"),
     )
+    return case, grid
+
+
+@pytest.mark.slow
+@one_in(2, pytest.mark.parametrize("kernel", ["tiny", "rows"]))
+def test_tiles_of_a_layer_are_checked_and_timed(
+    kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The interpreter takes long for a call: one set of inputs, and one replay.
+    monkeypatch.setattr(cells, "sets_for", lambda *_: 1)
+    once = timing.Timing(us=1.0, low_us=1.0, high_us=1.0, replays=1)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(cells, "time_replays", lambda *_: once)
+    case, grid = small_grid()
     rates = Rates(copy_tbs=1.0, matmul_tflops=100.0)
     found = tiles.measure(grid, rates, case, 2, kernel, "up", 2)
     assert len(found) == 2 and any(t.us is not None for t in found), found
     assert case.name in tiles.table(case, 2, grid, found)
+
+
+def test_a_path_without_tiles_says_so() -> None:
+    """Widths that no tile of codes has are decoded first."""
+    case, grid = small_grid()
+    rates = Rates(copy_tbs=1.0, matmul_tflops=100.0)
+    with pytest.raises(ValueError, match="grouped/plain, which runs this layer, takes no tiles"):
+        tiles.measure(grid, rates, case, 2, "grouped", "up", 2)

@@ -31,6 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
+from moe_ops.backends.triton_tiles import CODES_TILES, codes_tile
 from moe_ops.kernels.triton import LINEAR, Act, Weight, wgrad
 from moe_ops.kernels.triton.experts.adapters import Added
 from moe_ops.kernels.triton.experts.formats.order import arranged
@@ -40,6 +41,7 @@ from moe_ops.kernels.triton.experts.products import (
     grouped_registers,
     grouped_wgmma,
 )
+from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
 from moe_ops.kernels.triton.experts.products.grouped_wgmma import Scales
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.ops.activate import Activation
@@ -53,6 +55,8 @@ E, K, D, I = 8, 2, 512, 256  # noqa: E741
 # Among names of activations.
 PLAIN = "plain"
 FORMATS = "formats"
+TILES = "tiles"
+MANY_TOKENS = CODES_TILES[-1][1]
 
 
 def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
@@ -134,6 +138,7 @@ def codes_product(
     bias: bool,
     format: tuple[str, int, str],
     dtype: torch.dtype,
+    tile: CodesTile = MANY_TOKENS,
 ) -> None:
     """`act` without a kind: the second product, whose output is not arranged."""
     element, group, kind = format
@@ -149,7 +154,8 @@ def codes_product(
         empty(E, dtype=torch.float32) if group == 16 else None,
         empty(E, N, dtype=dtype) if bias else None,
         empty(4096, arranged(out_n, weight) if act.kind else out_n, dtype=dtype),
-        TileMap(empty(99, 8, dtype=torch.int32), grouped_registers.BLOCK_M),
+        TileMap(empty(99, 8, dtype=torch.int32), tile.tokens),
+        codes_tile(tile, bits),
         weight,
         act,
     )
@@ -157,7 +163,7 @@ def codes_product(
 
 def codes_products(names: list[str]) -> None:
     """Of every activation in int4; "plain" stands for the first product of one of them without
-    biases, and "formats" for one in other formats."""
+    biases, "formats" for one in other formats, and "tiles" for both products in smaller tiles."""
     int4 = ("int4", 128, "bfloat16")
     if PLAIN in names:
         codes_product(2 * I, D, I, Act("silu"), False, int4, torch.bfloat16)
@@ -167,6 +173,12 @@ def codes_products(names: list[str]) -> None:
         codes_product(rows, D, I, Act(*act.args), bias, int4, torch.bfloat16)
         if name == "silu":
             codes_product(D, I, D, LINEAR, bias, int4, torch.bfloat16)
+    if TILES in names:
+        smaller = [tile for _, tile in CODES_TILES if tile != MANY_TOKENS]
+        formats = (int4, ("float4_e2m1", 16, "float8_e4m3fn"), ("float8_e4m3fn", 32, "e8m0"))
+        for format, tile in itertools.product(formats, smaller):
+            codes_product(2 * I, D, I, Act("silu"), True, format, torch.bfloat16, tile)
+            codes_product(D, I, D, LINEAR, True, format, torch.bfloat16, tile)
     more = (
         ("float4_e2m1", 32, "e8m0"), ("float4_e2m1", 16, "float8_e4m3fn"),
         ("uint4", 32, "float16"), ("int4", -1, "float32"), ("float6_e3m2", 32, "e8m0"),

@@ -365,7 +365,7 @@ STORED, FIRST = MOST_ROWS_AS_STORED, MOST_ROWS_OF_CODES
 ROWS_UP_TO = [
     ("mxfp4", WIDE, STORED[4, False]), ("nvfp4", WIDE, STORED[4, False]),
     ("int4:1x128", replace(WIDE, I=512), STORED[4, True]),
-    ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
+    ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED[4]),
     ("mxfp6_e3m2", WIDE, STORED[4, False]), ("float6_e2m3:row", WIDE, STORED[4, True]),
     ("int8:1x64", replace(WIDE, I=208), STORED[8, False]),
     ("float8_e4m3fn:128x128", replace(WIDE, I=512), STORED[8, True]),

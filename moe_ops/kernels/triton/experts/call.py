@@ -14,6 +14,7 @@ from moe_ops.kernels.triton import brings_decoder
 from moe_ops.kernels.triton.experts.adapters import NOTHING, Added
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.schedule.sort import most_units
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.experts.weights import Experts
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -60,10 +61,11 @@ class Call:
     # By which the products multiply h or its scales, if they do; behind `tiny_up` its shares.
     weights: Tensor | None
     dtype: torch.dtype  # of results
-    tiles: Any  # the sizes of launches, or the `TileMap` of sorted rows
+    tiles: Any  # the sizes of launches, None for products that have one
     order: tuple[Tensor, ...] = ()  # if pairs are sorted, the pair in each row, ends of experts
     inverse_R: Tensor | None = None  # and the row of each pair
     table: Tensor | None = None  # of experts in use, which `tiny_up` writes
+    tile_map: TileMap = field(init=False)  # of sorted rows, for products with a table of tiles
     added13: Added = NOTHING  # what the products add for adapters
     added2: Added = NOTHING
     x: Operand = field(init=False)

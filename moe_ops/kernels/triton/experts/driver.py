@@ -50,7 +50,7 @@ class Products:
     down: Callable[[Call], None]
     reads: Reads
     sorts: bool = True
-    tile_rows: Callable[[Tensor, int, Experts], int] | None = None
+    tile_rows: Callable[[Call, Tensor], int] | None = None
     decodes: bool = False
 
     @property
@@ -84,7 +84,7 @@ def run(
     else:
         _check_few(T, K)
     if products.tile_rows is not None:
-        c.tiles = tile_map(ends_E, T * K, products.tile_rows(x_TD, T * K, c.layer))
+        c.tile_map = tile_map(ends_E, T * K, products.tile_rows(c, x_TD))
     c.x = operand.tokens_operand(c, x_TD)
     c.h = operand.room_for_hidden(c)
     # Right before the product that adds it: some begin ahead of its end.

@@ -35,7 +35,7 @@ def _run(up: bool, down: bool) -> Callable[..., Tensor]:
     return Products(
         up=functools.partial(_up, up), down=functools.partial(_down, down), reads=Reads(),
         # Both products mostly take the same tiles; one that does not maps its own.
-        tile_rows=lambda x_TD, rows, layer: tile_rows(x_TD, rows, layer.stack13[0], up),
+        tile_rows=lambda c, x_TD: tile_rows(x_TD, c.ids_TK.numel(), c.layer.stack13[0], up),
         decodes=True,
     ).run  # fmt: skip
 
@@ -43,13 +43,13 @@ def _run(up: bool, down: bool) -> Callable[..., Tensor]:
 def _up(wgmma: bool, c: Call) -> None:
     (w, *_, bias), (rows_R, ends_E), act = c.layer.stack13, c.order, c.layer.act
     to = c.h.values
-    args = c.x.values, rows_R, ends_E, w, bias, to, c.x.choices, act, c.tiles, wgmma
+    args = c.x.values, rows_R, ends_E, w, bias, to, c.x.choices, act, c.tile_map, wgmma
     product(*args, added=c.added13)
 
 
 def _down(wgmma: bool, c: Call) -> None:
     (w, *_, bias), (_, ends_E) = c.layer.stack2, c.order
-    args = c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tiles, wgmma
+    args = c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tile_map, wgmma
     product(*args, added=c.added2)
 
 

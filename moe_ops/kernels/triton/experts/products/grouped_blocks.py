@@ -284,7 +284,7 @@ def _run_product(c: Call, a: Operand, stack: Stack, out: Operand, act: Act) -> N
     w, w_scale, *_, bias = stack
     assert a.scale is not None and w_scale is not None and c.layer.weight is not None
     launch(
-        a.values, a.scale, w, w_scale, bias, out.values, out.scale, c.tiles, c.layer.weight,
+        a.values, a.scale, w, w_scale, bias, out.values, out.scale, c.tile_map, c.layer.weight,
         c.dtype, act,
     )  # fmt: skip
 

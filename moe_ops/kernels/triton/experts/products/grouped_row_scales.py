@@ -37,7 +37,7 @@ def _product(
     assert a.scale is not None and w_scale is not None and c.layer.weight is not None
     scales = Scales(a=a.scale, a_each=each, w=w_scale, weight=c.layer.weight, **made)
     bias = None if bias is None else bias.contiguous()
-    grouped_wgmma.launch(a.values, None, w, bias, to, c.tiles, None, act, scales)
+    grouped_wgmma.launch(a.values, None, w, bias, to, c.tile_map, None, act, scales)
 
 
 run = Products(

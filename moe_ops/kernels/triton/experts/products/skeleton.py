@@ -29,6 +29,7 @@ and, constant,
     ROWS    of a tile
     COLUMNS, TURNS   along K of a step; the steps whose number divides that of a tile
     AHEAD   how many steps ahead of a tile's end the next one is drawn, looked up, written down
+    BLOCKS  that share a processor: one, or two of few registers
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ from moe_ops.kernels.triton.experts.products.hopper import (
 from moe_ops.kernels.triton.experts.schedule import tile_scheduler
 from moe_ops.kernels.triton.launch import processors
 
-REGISTERS = 168  # of a thread at the start, for three warpgroups; then moved to the consumers
+# Of a thread at the start, for three warpgroups, by the blocks of a processor; then moved to the
+# consumers.
+REGISTERS = {1: 168, 2: 80}
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -62,7 +65,7 @@ def first_tile(tiles_ptr, n_tiles, ROWS: gl.constexpr):
     Ahead of the barriers that one thread prepares: behind them, ptxas lets that thread's warp
     diverge until the tile is known, though it looks it up in registers that a warp shares.
     """
-    queue = tile_scheduler.queue_of(tiles_ptr, n_tiles)
+    queue = tile_scheduler.queue_of(tiles_ptr, n_tiles, ROWS)
     relay = gl.allocate_shared_memory(gl.int32, [128], PLAIN)
     entry = tile_scheduler.look_up(gl.program_id(0), queue)
     return queue, relay, tile_scheduler.tile_with_rows(entry, queue, relay, ROWS)
@@ -175,7 +178,7 @@ def specialize(
     dealt, stages, source, output, buffers, sizes, scales, AT: gl.constexpr, COPY: gl.constexpr,
     NOTE: gl.constexpr, PRODUCT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     TURNS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    HOW: gl.constexpr,
+    HOW: gl.constexpr, BLOCKS: gl.constexpr = 1,
 ):  # fmt: skip
     """Run a block's tiles, from what `first_tile` dealt on, by a producer of so many warps and two
     consumers, each with its buffers."""
@@ -183,7 +186,9 @@ def specialize(
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    notes = gl.allocate_shared_memory(gl.int32, [8, 1], PLAIN)
+    # Of at least three steps, as `tell` says.
+    SLOTS: gl.constexpr = 2 if STAGES <= 4 else 8
+    notes = gl.allocate_shared_memory(gl.int32, [4 * SLOTS, 1], PLAIN)
     for i in gl.static_range(STAGES):
         # One arrival for the copies by TMA; of four warps, which copy by cp.async, too, one more
         # of every thread.
@@ -202,7 +207,7 @@ def specialize(
         ],
         [4, WARPS],
         # Of the second consumer and of the producer; what is left goes to the first consumer.
-        [224, 64] if WARPS == 4 else [232, 40],
+        [224, 64] if WARPS == 4 else [232, 40] if BLOCKS == 1 else [104, 32],
     )  # fmt: skip
 
 
@@ -224,6 +229,8 @@ def boxes_of_pair(w_ENK: Tensor, columns: int, act: Act) -> list[TensorDescripto
     return [boxes(w, HALF_N, columns) for w in pair]
 
 
-def launch(kernel: Any, a: Tensor, *args: Any) -> None:
-    """Launch a kernel of this skeleton on every multiprocessor of the device of `a`."""
-    replay.launch(kernel, (processors(a),), *args, num_warps=4, maxnreg=REGISTERS)
+def launch(kernel: Any, a: Tensor, *args: Any, blocks: int = 1) -> None:
+    """Launch a kernel of this skeleton, so many blocks of it on every multiprocessor of the device
+    of `a`."""
+    grid = (blocks * processors(a),)
+    replay.launch(kernel, grid, *args, num_warps=4, maxnreg=REGISTERS[blocks])

@@ -7,7 +7,7 @@ evenly ahead of time. Each walks over the block's tiles at its own pace.
 What the functions share:
     queue   table of tiles, tiles along N, whole tiles of the queue, items of it
     tile    expert or -1 if there is none, one past the last row, first row, tile along N
-    notes   where the producer writes the tile of a slot: one place for even, one for odd slots
+    notes   where the producer writes the tile of a slot: places that slots take in turns
     relay   where one thread of a producer leaves a number for the others
 """
 
@@ -19,13 +19,15 @@ from triton.experimental.gluon import language as gl
 from moe_ops.kernels.triton.experts.schedule.tile_map import ENTRY
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+FEWEST_CUT = gl.constexpr(128)  # rows of a tile
 
 
 @gluon.jit
-def queue_of(tiles_ptr, n_tiles):
+def queue_of(tiles_ptr, n_tiles, BLOCK_M: gl.constexpr):
     """The queue of this product, for `look_up` and `draw`: its items are tiles in the order of
     the table, those of a group that share W side by side, and the last few of them as upper and
-    lower 64 rows, so that blocks end at nearly the same time.
+    lower halves, so that blocks end at nearly the same time. Tiles of few rows take as long as
+    their rows of W do, and stay whole.
     """
     blocks = gl.num_programs(0)
     row_tiles = gl.load(tiles_ptr)
@@ -34,7 +36,9 @@ def queue_of(tiles_ptr, n_tiles):
     cut = blocks // 4
     if tiles < blocks:
         cut = gl.where(2 * tiles <= blocks, tiles, 0)
-    if 4 * long_tiles < row_tiles:
+    if BLOCK_M < FEWEST_CUT:
+        cut = 0
+    elif 4 * long_tiles < row_tiles:
         cut = 0  # most of what is cut would have no lower half
     return tiles_ptr, n_tiles, tiles - cut, tiles + cut
 
@@ -107,13 +111,14 @@ def tile_with_rows(entry, queue, relay, BLOCK_M: gl.constexpr):
 def tell(tile, notes, slot):
     """Write down the tile of a slot, by the producer, ahead of the last stage of the slot before.
 
-    Two or more steps of that slot are under way. With at least four steps a slot and as many stages
-    consumers have then begun with the slot before that one, so they have read its tile, the one
-    that is overwritten.
+    Two or more steps of that slot are under way. If places for S slots of k steps have at most
+    S k - 2 stages, consumers have then begun with the slot whose tile is overwritten, so they have
+    read it.
     """
+    SLOTS: gl.constexpr = notes.shape[0] // 4
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     for i in gl.static_range(4):
-        note = notes.index(slot % 2 * 4 + i)
+        note = notes.index(slot % SLOTS * 4 + i)
         note.store(gl.full([1], tile[i], gl.int32, layout))
     # One thread arrives at the stage's barrier: what all have written comes before.
     barrier()
@@ -122,8 +127,9 @@ def tell(tile, notes, slot):
 @gluon.jit
 def told(notes, slot):
     """The tile of a slot, for consumers that have waited for all stages of the slot before."""
+    SLOTS: gl.constexpr = notes.shape[0] // 4
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    at = slot % 2 * 4
+    at = slot % SLOTS * 4
     expert = gl.max(notes.index(at).load(layout), 0)
     end = gl.max(notes.index(at + 1).load(layout), 0)
     row = gl.max(notes.index(at + 2).load(layout), 0)
