@@ -36,8 +36,8 @@ def speeds(figures: dict[str, Any]) -> str:
     ]
     floats = {s["batch"]: s["step_ms"] for s in figures["speeds"] if s["way"] == "moe_ops"}
     for s in sorted(figures["speeds"], key=lambda s: s["batch"]):
-        quantized = s["way"].startswith("moe_ops ")
-        ratio = f" ({floats[s['batch']] / s['step_ms']:.2f})" if quantized else ""
+        beside = floats.get(s["batch"]) if s["way"].startswith("moe_ops ") else None
+        ratio = "" if beside is None else f" ({beside / s['step_ms']:.2f})"
         cells = (
             s["batch"],
             WAYS.get(s["way"], s["way"]),
@@ -56,7 +56,9 @@ def quantizing(figures: dict[str, Any]) -> str:
         f"{q['seconds']:.1f} s and {q['peak_gb']:.1f} GB at most (`{experts}`)"
         for experts, q in figures["quantising"].items()
     ]
-    return f"In brackets: times as fast as bfloat16. Quantising the experts took {', '.join(took)}."
+    brackets = any(s["way"] == "moe_ops" for s in figures["speeds"])
+    meaning = "In brackets: times as fast as bfloat16. " if brackets else ""
+    return f"{meaning}Quantising the experts took {', '.join(took)}."
 
 
 def steps(figures: dict[str, Any]) -> str:
