@@ -5,6 +5,8 @@ The interpreter multiplies float16 and float32 alone, so bfloat16 is left to tes
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,9 +21,9 @@ from moe_ops.kernels.triton.decode.coded import Coded
 from moe_ops.kernels.triton.decode.norm import norm_of
 from moe_ops.kernels.triton.decode.quantized_linears_plan import QuantizedRowPlan, row_plan_for
 from moe_ops.kernels.triton.decode.quantized_row import run_normed_row, run_row
-from moe_ops.testing import F16, F32, Tol, assert_close
+from moe_ops.testing import DEVICE, F16, F32, Tol, assert_close
 from tests.chosen import in_turn
-from tests.decode_ops.test_quantized_linears import call_of
+from tests.decode_ops import test_quantized_linears as of_the_op
 
 FORMATS = ("float8_e4m3fn:row", "float8_e4m3fn:128x128", "float8_e4m3fn:tensor", "float8_e5m2:row",
            "int8:row", "uint8:1x32:bfloat16", "uint8:row", "uint4:1x32", "uint4:row", "int4:row",
@@ -29,6 +31,18 @@ FORMATS = ("float8_e4m3fn:row", "float8_e4m3fn:128x128", "float8_e4m3fn:tensor",
 TOL = Tol(1e-3, "one rounding to 11 bits")
 CODES = Tol(4e-3, "values of codes, too")
 NORMED = Tol(2e-3, "rounded three times to 11 bits")
+
+
+def call_of(*args: Any) -> tuple[QuantizedLinearsCall, list[Tensor]]:
+    """Those of the op's tests, where kernels run."""
+
+    def moved(given: Any) -> Any:
+        if isinstance(given, list):
+            return [moved(t) for t in given]
+        return given.to(DEVICE) if isinstance(given, Tensor) else given
+
+    call, values = of_the_op.call_of(*args)
+    return QuantizedLinearsCall(*map(moved, quantized_linears.arguments.flat(call))), moved(values)
 
 
 def coded(call: QuantizedLinearsCall) -> Coded:
@@ -71,7 +85,7 @@ def test_a_backend_takes_one_row_so() -> None:
 
 def test_a_view_of_a_wider_input() -> None:
     call, values = call_of(1, 96, (24, 8), "int4:1x32", F16)
-    wide = torch.full((1, 200), float("nan"), dtype=F16)
+    wide = torch.full((1, 200), float("nan"), dtype=F16, device=DEVICE)
     wide[:, 50:146] = call.x_TK
     call.x_TK = wide[:, 50:146]
     check(run_row(call.x_TK, coded(call)), call, values)
@@ -110,7 +124,10 @@ def test_a_norm_first(
     format: str,
 ) -> None:
     call, _ = call_of(1, 320, sizes, format, F16)
-    added, gain = (torch.randn_like(call.x_TK) if residual else None), torch.randn(320).to(F16)
+    added, gain = (
+        (torch.randn_like(call.x_TK) if residual else None),
+        torch.randn(320, device=DEVICE).to(F16),
+    )
     norm, made = norm_of(call.x_TK, added, gain, 1e-5, shift)
     got = [*made, *run_normed_row(call.x_TK, norm, coded(call), plan)]
     want = normed_quantized_linears.body(normed_call(call, added, gain, shift))
@@ -142,10 +159,10 @@ def normed_call(
 def test_the_backend_of_a_norm(residual: bool, T: int, format: str) -> None:
     """Columns do not fill the blocks in which some codes are decoded."""
     call, _ = call_of(T, 352, (9, 40), format, F16)
-    wide = torch.full((T, 400), float("nan"), dtype=F16)
+    wide = torch.full((T, 400), float("nan"), dtype=F16, device=DEVICE)
     wide[:, 16:368] = call.x_TK
     added, call.x_TK = torch.randn_like(call.x_TK) if residual else None, wide[:, 16:368]
-    normed = normed_call(call, added, torch.randn(352).to(F16), 1.0)
+    normed = normed_call(call, added, torch.randn(352, device=DEVICE).to(F16), 1.0)
     assert supports_normed(normed) is None
     for g, w in zip(multiply_normed(normed), normed_quantized_linears.body(normed), strict=True):
         assert_close(g.float(), w.float(), CODES)
@@ -153,10 +170,10 @@ def test_the_backend_of_a_norm(residual: bool, T: int, format: str) -> None:
 
 def test_what_is_not_normed() -> None:
     wide, _ = call_of(1, 64, (9, 4), "int8:row", F32)
-    said = supports_normed(normed_call(wide, None, torch.ones(64)))
+    said = supports_normed(normed_call(wide, None, torch.ones(64, device=DEVICE)))
     assert said == "needs bfloat16 or float16, got torch.float32"
     call, _ = call_of(1, 64, (9, 4), "int8:row", F16)
-    gain = torch.ones(64, dtype=F16, requires_grad=True)
+    gain = torch.ones(64, dtype=F16, device=DEVICE, requires_grad=True)
     said = supports_normed(normed_call(call, None, gain))
     assert said == "is not differentiable, and an argument requires grad"
 
