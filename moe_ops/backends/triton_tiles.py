@@ -158,9 +158,10 @@ def of_rows(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | N
 # The tile of codes that are decoded in registers, but for its stages, by the most rows an expert on
 # average: of uniform routing nearly every expert has one tile then.
 CODES_TILES = (
-    (9, CodesTile(16, 0, blocks=2)), (22, CodesTile(32, 0, blocks=2)),
+    (9, CodesTile(16, 0, blocks=2, turns=2)), (22, CodesTile(32, 0, blocks=2, turns=2)),
     (48, CodesTile(64, 0, blocks=2)), (105, CodesTile(128, 0)), (math.inf, CodesTile(256, 0)),
 )  # fmt: skip
+CODES_ROWS = 128  # of W, of such a tile
 BLOCK_MEMORY = 227 * 1024  # bytes of shared memory of a block that has a processor of Hopper
 OF_A_PAIR = 113 * 1024  # of each of two
 STORED = 9 * 1024  # bytes of it through which outputs move
@@ -170,9 +171,9 @@ STORED = 9 * 1024  # bytes of it through which outputs move
 def codes_tile(tile: CodesTile, bits: int) -> CodesTile:
     """The tile with as many stages as fit; codes of six bits do not lie in shared memory."""
     if bits == 6:
-        tile = replace(tile, rows=128, turns=1)
+        tile = replace(tile, turns=1)
     columns = 64 if bits == 8 else STEP
-    stage = columns * (2 * tile.tokens + (0 if bits == 6 else tile.rows * bits // 8))
+    stage = columns * (2 * tile.tokens + (0 if bits == 6 else CODES_ROWS * bits // 8))
     memory = (BLOCK_MEMORY if tile.blocks == 1 else OF_A_PAIR) - STORED
     return replace(tile, stages=stages_within(memory, stage, MOST_STAGES))
 
