@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, TINY_TOKENS, most_streamed
+from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, TINY_TOKENS, Weight, most_streamed
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
@@ -168,9 +168,11 @@ STORED = 9 * 1024  # bytes of it through which outputs move
 
 
 @functools.cache
-def codes_tile(tile: CodesTile, bits: int) -> CodesTile:
-    """The tile with as many stages as fit; codes of six bits do not lie in shared memory."""
-    if bits == 6:
+def codes_tile(tile: CodesTile, weight: Weight) -> CodesTile:
+    """The tile with as many stages as fit; codes of six bits do not lie in shared memory. Stages
+    take turns of four bits alone, and not in groups of 16: ptxas would wait for each product."""
+    bits = weight.bits
+    if bits != 4 or weight.across == 16:
         tile = replace(tile, turns=1)
     columns = 64 if bits == 8 else STEP
     stage = columns * (2 * tile.tokens + (0 if bits == 6 else CODES_ROWS * bits // 8))
@@ -185,7 +187,7 @@ def of_registers(
     experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
     per_expert = ids_TK.numel() / experts
     tile = next(tile for most, tile in CODES_TILES if per_expert <= most)
-    return codes_tile(tile, _codes(layer).bits)
+    return codes_tile(tile, _codes(layer).weight)
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
