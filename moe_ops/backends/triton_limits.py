@@ -30,7 +30,7 @@ MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
 MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
 MOST_ROWS_OF_LARGE_AS_STORED = 24
 # Large experts of four bits have those that stream through registers. With a scale for a step and
-# HUGE elements of W2 they have fewer: 4 rows of mixtral_8x7b took 262 µs so on an H200, and 245 in
+# HUGE elements of W2 they have fewer: 4 rows of mixtral_8x7b took 262 µs so on an H200, and 251 in
 # tiles of 16 tokens.
 HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
 

@@ -158,7 +158,7 @@ def of_rows(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | N
 # The tile of codes that are decoded in registers, but for its stages, by the most rows an expert on
 # average: of uniform routing nearly every expert has one tile then.
 CODES_TILES = (
-    (9, CodesTile(16, 0, blocks=2, turns=2)), (22, CodesTile(32, 0, blocks=2, turns=2)),
+    (9, CodesTile(16, 0, blocks=2)), (22, CodesTile(32, 0, blocks=2)),
     (48, CodesTile(64, 0, blocks=2)), (105, CodesTile(128, 0)), (math.inf, CodesTile(256, 0)),
 )  # fmt: skip
 CODES_ROWS = 128  # of W, of such a tile
@@ -169,11 +169,8 @@ STORED = 9 * 1024  # bytes of it through which outputs move
 
 @functools.cache
 def codes_tile(tile: CodesTile, weight: Weight) -> CodesTile:
-    """The tile with as many stages as fit; codes of six bits do not lie in shared memory. Stages
-    take turns of four bits alone, and not in groups of 16: ptxas would wait for each product."""
+    """The tile with as many stages as fit; codes of six bits do not lie in shared memory."""
     bits = weight.bits
-    if bits != 4 or weight.across == 16:
-        tile = replace(tile, turns=1)
     columns = 64 if bits == 8 else STEP
     stage = columns * (2 * tile.tokens + (0 if bits == 6 else CODES_ROWS * bits // 8))
     memory = (BLOCK_MEMORY if tile.blocks == 1 else OF_A_PAIR) - STORED

@@ -45,7 +45,7 @@ STREAM_SIZES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 # Of codes that many rows an expert decode in registers, of both products.
 CODES_SIZES: dict[str, tuple[int, ...]] = {
-    "tokens": (16, 32, 64, 128, 256), "blocks": (1, 2), "turns": (1, 2),
+    "tokens": (16, 32, 64, 128, 256), "blocks": (1, 2),
 }  # fmt: skip
 Tiles = TypeVar("Tiles")
 

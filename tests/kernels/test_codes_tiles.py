@@ -68,9 +68,3 @@ def test_the_tile_grows_with_the_rows_of_an_expert() -> None:
 def test_a_share_of_experts_has_the_rows_of_its_own() -> None:
     assert taken(16.0, experts=8, more=24) == taken(16.0)
     assert taken(300.0, experts=8, more=24) == codes_tile(CODES_TILES[-1][1], WEIGHTS[4])
-
-
-def test_stages_take_turns_where_products_stay_together() -> None:
-    for weight in (WEIGHTS[6], WEIGHTS[8], weight_of("nvfp4", "")):
-        assert {codes_tile(tile, weight).turns for tile in TILES} == {1}
-    assert [codes_tile(tile, WEIGHTS[4]).turns for tile in TILES] == [t.turns for t in TILES]

@@ -69,12 +69,6 @@ def box_of(tokens):
 
 
 @gluon.constexpr_function
-def turns_of(W, TILE):
-    """The stages of a turn of the loop along K."""
-    return max(fragments.at_once(W), TILE.turns)
-
-
-@gluon.constexpr_function
 def sums_layout(tokens):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
 
@@ -180,7 +174,7 @@ def _wait(accs, HALVES: gl.constexpr):
 @gluon.jit
 def _multiply(
     rings, step, steps, sizes, scales, tile, LOWER: gl.constexpr, PARTS: gl.constexpr,
-    W: gl.constexpr, TILE: gl.constexpr, ACT: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """The sums of a consumer's rows of W with the tokens of a tile, in parts of so many tokens."""
     codes, tokens, full, empty = rings
@@ -189,7 +183,6 @@ def _multiply(
     BOXED: gl.constexpr = W.bits != 6
     GATED: gl.constexpr = ACT.gated
     HALVES: gl.constexpr = fragments.halves_of(W)
-    TURNS: gl.constexpr = turns_of(W, TILE)
     accs = (_no_sums(PARTS[0]),)
     if len(PARTS) == 2:
         accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
@@ -207,20 +200,15 @@ def _multiply(
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         words = fragments.words_of_sixes(first)
     values = fragments.operand_of(fragments.unscaled(words[0], less, W, DTYPE), pair, W, DTYPE)
-    before = stage
-    for first_step in range(0, steps, TURNS):
-        for turn in gl.static_range(TURNS):
+    for first_step in range(0, steps, fragments.at_once(W)):
+        for turn in gl.static_range(fragments.at_once(W)):
             i = first_step + turn
             stored = fragments.load_factors(scales, at, i + 1, W)
-            accs = _start(accs, values, rings, HALVES * stage, PARTS)
-            if turn % TILE.turns > 0 or HALVES == 2:
-                accs = _wait(accs, 1)
-            if turn % TILE.turns > 0:
-                mbarrier.arrive(empty.index(before))
             if HALVES == 2:
+                accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
                 right_values = fragments.unscaled(words[1], less, W, DTYPE)
                 values = fragments.operand_of(right_values, right_pair, W, DTYPE)
-                accs = _start(accs, values, rings, HALVES * stage + 1, PARTS)
+            started = _start(accs, values, rings, HALVES * stage + HALVES - 1, PARTS)
             if not BOXED:
                 further = fragments.load_sixes(codes_at, i + 2)
             # While the unit multiplies this stage, the next one is decoded, but for what writes to
@@ -238,13 +226,9 @@ def _multiply(
                 words = fragments.words_of_sixes(ahead)
                 ahead = further
             started_values = fragments.unscaled(words[0], less, W, DTYPE)
-            if (turn + 1) % TILE.turns == 0:
-                accs = _wait(accs, 0)
-                mbarrier.arrive(empty.index(stage))
-            else:
-                accs = _wait(accs, 1)
+            accs = _wait(started, 0)
+            mbarrier.arrive(empty.index(stage))
             values = fragments.operand_of(started_values, pair, W, DTYPE)
-            before = stage
             stage = next_stage
     return accs
 
@@ -340,7 +324,7 @@ def _run_tile(
     ACT: gl.constexpr = HOW[-1]
     # Outputs of so many tokens at a time take the shared memory that is left.
     AT_ONCE: gl.constexpr = 64 if ACT.gated else 32
-    accs = _multiply(rings, step, k_steps, sizes, scales, tile, LOWER, PARTS, W, HOW[1], ACT)
+    accs = _multiply(rings, step, k_steps, sizes, scales, tile, LOWER, PARTS, W, ACT)
     for p in gl.static_range(len(PARTS)):
         pieces = (accs[p],)
         for _ in gl.static_range(3):
@@ -401,7 +385,7 @@ def _grouped_codes(
     specialize(
         dealt, (codes, tokens), source, output, (None, None), (N, K, out_n, width),
         (w_scale_ptr, w_zero_ptr), _boxes_of_tile, _copy, None, _product, TOKENS,
-        fragments.columns_of(W), turns_of(W, TILE), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1),
+        fragments.columns_of(W), fragments.at_once(W), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1),
         HOW=(W, TILE, ACT), BLOCKS=TILE.blocks,
     )  # fmt: skip
 

@@ -14,10 +14,8 @@ class CodesTile(Constant):
     tokens  of a tile
     stages  of the ring of shared memory
     blocks  that share a processor: one, or two of few registers
-    turns   stages of a turn of the loop along K, at whose end all products end
     """
 
     tokens: int
     stages: int
     blocks: int = 1
-    turns: int = 1
