@@ -6,7 +6,14 @@ import math
 
 from moe_ops.backends.triton_hopper import refuse_many, refuse_registers
 from moe_ops.backends.triton_support import inputs_of, weight_of
-from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS, one_a_step
+from moe_ops.kernels.triton import (
+    LARGE,
+    TINY_PAIRS,
+    TINY_TOKENS,
+    Weight,
+    most_streamed,
+    one_a_step,
+)
 from moe_ops.ops.experts import ExpertsCall
 
 # Measured on an H200 over six layers (moe_ops/tuned/h200.json): up to how many tokens triton.tiny
@@ -15,13 +22,17 @@ from moe_ops.ops.experts import ExpertsCall
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # The same for quantised weights: rows where triton.grouped decodes them first, by the bits of a
 # code; with inputs of 8 bits, on an H100; and where it multiplies codes as they are stored, by the
-# bits and whether rows have one scale for a step of columns, and of large experts by the bits.
+# bits and whether rows have one scale for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 # Those of fewer than eight bits take the ways of four, which were measured.
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
 MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
-MOST_ROWS_OF_LARGE_AS_STORED = {4: 3, 6: 24, 8: 24}
+MOST_ROWS_OF_LARGE_AS_STORED = 24
+# Large experts of four bits have those that stream through registers. With a scale for a step and
+# HUGE elements of W2 they have fewer: 4 rows of mixtral_8x7b took 262 µs so on an H200, and 251 in
+# tiles of 16 tokens.
+HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
@@ -60,7 +71,17 @@ def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
     bits = 8 if weight.bits == 8 else 4
     if as_stored and refuse_registers(call) is None:
         if _is_large(call):
-            return MOST_ROWS_OF_LARGE_AS_STORED[weight.bits]
+            return _most_rows_of_large(weight, math.prod(call.widths))
         return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]
     decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // weight.bits
     return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]
+
+
+def _most_rows_of_large(weight: Weight, elements: int) -> int:
+    """The most rows of a large expert of so many elements of W2, where codes are multiplied as they
+    are stored."""
+    if weight.bits != 4:
+        return MOST_ROWS_OF_LARGE_AS_STORED
+    if one_a_step(weight) and elements >= HUGE:
+        return MOST_ROWS_OF_HUGE
+    return most_streamed(weight)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, TINY_TOKENS, most_streamed
+from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, TINY_TOKENS, Weight, most_streamed
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
@@ -161,18 +161,18 @@ CODES_TILES = (
     (9, CodesTile(16, 0, blocks=2)), (22, CodesTile(32, 0, blocks=2)),
     (48, CodesTile(64, 0, blocks=2)), (105, CodesTile(128, 0)), (math.inf, CodesTile(256, 0)),
 )  # fmt: skip
+CODES_ROWS = 128  # of W, of such a tile
 BLOCK_MEMORY = 227 * 1024  # bytes of shared memory of a block that has a processor of Hopper
 OF_A_PAIR = 113 * 1024  # of each of two
 STORED = 9 * 1024  # bytes of it through which outputs move
 
 
 @functools.cache
-def codes_tile(tile: CodesTile, bits: int) -> CodesTile:
+def codes_tile(tile: CodesTile, weight: Weight) -> CodesTile:
     """The tile with as many stages as fit; codes of six bits do not lie in shared memory."""
-    if bits == 6:
-        tile = replace(tile, rows=128, turns=1)
+    bits = weight.bits
     columns = 64 if bits == 8 else STEP
-    stage = columns * (2 * tile.tokens + (0 if bits == 6 else tile.rows * bits // 8))
+    stage = columns * (2 * tile.tokens + (0 if bits == 6 else CODES_ROWS * bits // 8))
     memory = (BLOCK_MEMORY if tile.blocks == 1 else OF_A_PAIR) - STORED
     return replace(tile, stages=stages_within(memory, stage, MOST_STAGES))
 
@@ -184,7 +184,7 @@ def of_registers(
     experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
     per_expert = ids_TK.numel() / experts
     tile = next(tile for most, tile in CODES_TILES if per_expert <= most)
-    return codes_tile(tile, _codes(layer).bits)
+    return codes_tile(tile, _codes(layer).weight)
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:

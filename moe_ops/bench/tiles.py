@@ -14,12 +14,14 @@ import torch
 
 from moe_ops.backends import triton_paths
 from moe_ops.backends.triton import run_experts, tiles_of
+from moe_ops.backends.triton_support import weight_of
 from moe_ops.bench import progress
 from moe_ops.bench.cells import SEED, Grid, fill, make_turns, untimed
 from moe_ops.bench.contenders import Contender
 from moe_ops.bench.formats import spelled
 from moe_ops.bench.inputs import Routed, Weights
 from moe_ops.bench.rates import Rates
+from moe_ops.kernels.triton import Weight
 from moe_ops.ops import experts
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import Case
@@ -43,7 +45,7 @@ STREAM_SIZES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 # Of codes that many rows an expert decode in registers, of both products.
 CODES_SIZES: dict[str, tuple[int, ...]] = {
-    "tokens": (16, 32, 64, 128, 256), "blocks": (1, 2), "rows": (128, 256), "turns": (1, 2),
+    "tokens": (16, 32, 64, 128, 256), "blocks": (1, 2),
 }  # fmt: skip
 Tiles = TypeVar("Tiles")
 
@@ -73,7 +75,7 @@ def around(kernel: str, product: str, tiles: Any) -> Iterator[Any]:
             yield replace(tiles, **{product: changed}) if of_product else changed
 
 
-def around_codes(bits: int, tile: Any) -> Iterator[Any]:
+def around_codes(weight: Weight, tile: Any) -> Iterator[Any]:
     """The tiles of codes in which one size is the next smaller or larger one, with as many
     stages as fit."""
     from moe_ops.backends.triton_tiles import codes_tile
@@ -81,7 +83,7 @@ def around_codes(bits: int, tile: Any) -> Iterator[Any]:
     for name, values in CODES_SIZES.items():
         at = values.index(getattr(tile, name))
         for value in (*values[:at][-1:], *values[at + 1 :][:1]):
-            changed = codes_tile(replace(tile, **{name: value}), bits)
+            changed = codes_tile(replace(tile, **{name: value}), weight)
             if changed != tile:
                 yield changed
 
@@ -127,8 +129,7 @@ def measure(
     start = _start(kernel, turns.inputs[0])
     neighbours = functools.partial(around, kernel, product)
     if kernel == "grouped":
-        assert grid.quant is not None
-        neighbours = functools.partial(around_codes, int(grid.quant.format.bits))
+        neighbours = functools.partial(around_codes, weight_of(_record(*turns.inputs[0])))
     found = climb(start, neighbours, time, most)
     progress.done()
     return found

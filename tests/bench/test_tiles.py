@@ -54,12 +54,13 @@ def test_what_is_wrong_is_last_and_leads_nowhere() -> None:
 
 
 def test_one_size_of_a_tile_of_codes_changes_and_its_stages_fit() -> None:
-    start = codes_tile(CodesTile(32, 0, blocks=2), 4)
-    changed = list(tiles.around_codes(4, start))
-    assert codes_tile(CodesTile(64, 0, blocks=2), 4) in changed
-    assert codes_tile(CodesTile(32, 0), 4) in changed
+    weight = CODES.weight
+    start = codes_tile(CodesTile(32, 0, blocks=2), weight)
+    changed = list(tiles.around_codes(weight, start))
+    assert codes_tile(CodesTile(64, 0, blocks=2), weight) in changed
+    assert codes_tile(CodesTile(32, 0), weight) in changed
     assert {t.tokens for t in changed} == {16, 32, 64} and start not in changed
-    assert all(t == codes_tile(t, 4) for t in changed)
+    assert all(t == codes_tile(t, weight) for t in changed)
 
 
 def test_one_size_of_one_product_changes() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_ops import experts
 from moe_ops.backends.triton import run_experts
+from moe_ops.backends.triton_support import weight_of
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.quant.formats import Format
 from moe_ops.testing import Case, make_layer
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
@@ -47,8 +47,7 @@ def layer_of(case: Case, T: int, w_format: str, dtype: torch.dtype = torch.bfloa
 
 
 def of_tile(call: ExpertsCall, tile: CodesTile) -> Tensor:
-    bits = int(Format.of(call.w_format).bits)
-    return run_experts("grouped", call, tiles=codes_tile(tile, bits))
+    return run_experts("grouped", call, tiles=codes_tile(tile, weight_of(call)))
 
 
 @each_format

@@ -155,7 +155,7 @@ def codes_product(
         empty(E, N, dtype=dtype) if bias else None,
         empty(4096, arranged(out_n, weight) if act.kind else out_n, dtype=dtype),
         TileMap(empty(99, 8, dtype=torch.int32), tile.tokens),
-        codes_tile(tile, bits),
+        codes_tile(tile, weight),
         weight,
         act,
     )

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_tiles import CODES_TILES, codes_tile, of_registers
 from moe_ops.kernels.triton.experts.products import skeleton
 from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
@@ -17,6 +18,7 @@ from tests.kernels.codes import unfilled
 TILES = [tile for _, tile in CODES_TILES]
 each_tile = pytest.mark.parametrize("tile", TILES, ids=lambda t: f"{t.tokens}x{t.blocks}")
 FORMATS = {4: "int4:1x128", 6: "mxfp6_e3m2", 8: "float8_e4m3fn:1x128"}
+WEIGHTS = {bits: weight_of(name, "") for bits, name in FORMATS.items()}
 
 
 def taken(rows_per_expert: float, bits: int = 4, experts: int = 8, more: int = 0) -> CodesTile:
@@ -30,9 +32,9 @@ def taken(rows_per_expert: float, bits: int = 4, experts: int = 8, more: int = 0
 @pytest.mark.parametrize("bits", FORMATS)
 @each_tile
 def test_stages_fit_shared_memory(tile: CodesTile, bits: int) -> None:
-    found = codes_tile(tile, bits)
+    found = codes_tile(tile, WEIGHTS[bits])
     columns = 64 if bits == 8 else 128
-    codes = 0 if bits == 6 else found.rows * columns * bits // 8
+    codes = 0 if bits == 6 else 128 * columns * bits // 8
     outputs = 9 * 1024
     bytes_ = found.stages * (codes + 2 * columns * found.tokens) + outputs
     # Each block has a KiB of its own besides.
@@ -50,7 +52,7 @@ def test_threads_fit_the_registers_of_a_processor(tile: CodesTile) -> None:
 def test_a_tile_is_told_where_none_is_read(tile: CodesTile, bits: int) -> None:
     """Places for the tiles of two slots, or of eight where there are more stages, of three steps at
     least: `tell`."""
-    stages = codes_tile(tile, bits).stages
+    stages = codes_tile(tile, WEIGHTS[bits]).stages
     assert stages <= (2 if stages <= 4 else 8) * 3 - 2
 
 
@@ -65,11 +67,4 @@ def test_the_tile_grows_with_the_rows_of_an_expert() -> None:
 
 def test_a_share_of_experts_has_the_rows_of_its_own() -> None:
     assert taken(16.0, experts=8, more=24) == taken(16.0)
-    assert taken(300.0, experts=8, more=24) == codes_tile(CODES_TILES[-1][1], 4)
-
-
-def test_tiles_of_six_bits_have_one_side() -> None:
-    for tile in TILES:
-        found = codes_tile(tile, 6)
-        assert (found.rows, found.turns) == (128, 1)
-        assert found.tokens == tile.tokens
+    assert taken(300.0, experts=8, more=24) == codes_tile(CODES_TILES[-1][1], WEIGHTS[4])

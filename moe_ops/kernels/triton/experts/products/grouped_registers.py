@@ -3,11 +3,10 @@ Hopper (sm_90): a persistent, warp-specialised kernel in Gluon that decodes weig
 multiplied.
 
 The matrix unit takes its first operand from registers, so weights are the first and tokens the
-second one: a tile is 128 rows of W, or two sides of 128, by 16 to 256 tokens (`CodesTile`), and
-what it makes is stored transposed. A stage has one or two halves of 64 columns. Each consumer
-decodes 64 rows of a side and multiplies them by all tokens: while the unit multiplies one half of a
-stage, the next one is decoded. Arithmetic is spent on whole 64 tokens of a tile of 256, and on
-halves of one of 64 or 128.
+second one: a tile is 128 rows of W by 16 to 256 tokens (`CodesTile`), and what it makes is stored
+transposed. A stage has one or two halves of 64 columns. Each consumer decodes 64 rows of W and
+multiplies them by all tokens: while the unit multiplies one half of a stage, the next one is
+decoded. Arithmetic is spent on whole 64 tokens of a tile of 256, and on halves of one of 64 or 128.
 
 Few tokens leave room for many stages, that is for many codes on their way from memory; or for two
 blocks on a processor, of which one decodes while the other waits. A row is multiplied and added up
@@ -70,12 +69,6 @@ def box_of(tokens):
 
 
 @gluon.constexpr_function
-def turns_of(W, TILE):
-    """The stages of a turn of the loop along K."""
-    return max(fragments.at_once(W), TILE.turns)
-
-
-@gluon.constexpr_function
 def sums_layout(tokens):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 16])
 
@@ -112,10 +105,7 @@ def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
     PART: gl.constexpr = box_of(TOKENS)
     of_codes = ()
     if W.bits != 6:
-        SIDES: gl.constexpr = HOW[1].rows // ROWS
-        for s in gl.static_range(SIDES):
-            boxes = _boxes(expert, SIDES * n + s, sizes, W, HOW[-1])
-            of_codes = of_codes + (boxes,)  # noqa: RUF005
+        of_codes = _boxes(expert, n, sizes, W, HOW[-1])
     return of_codes, gl.minimum(gl.cdiv(end - row, PART), TOKENS // PART)
 
 
@@ -131,18 +121,14 @@ def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     STEP: gl.constexpr = fragments.columns_of(W)
     HALVES: gl.constexpr = fragments.halves_of(W)
     BOXED: gl.constexpr = W.bits != 6
-    SIDES: gl.constexpr = HOW[1].rows // ROWS
-    CODES: gl.constexpr = SIDES * ROWS * 64 if BOXED else 0
+    CODES: gl.constexpr = ROWS * 64 if BOXED else 0
     X: gl.constexpr = 2 * PART * STEP
     for b in gl.static_range(TOKENS // PART):
         mbarrier.expect(bar, CODES + (b + 1) * X, pred=filled == b + 1)
     if BOXED:
-        for s in gl.static_range(SIDES):
-            group, sub, right_group, right_sub = of_codes[s]
-            place = codes.index(2 * (SIDES * stage + s))
-            tma_load(left, [group, sub, i * 16], bar, place)
-            place = codes.index(2 * (SIDES * stage + s) + 1)
-            tma_load(right, [right_group, right_sub, i * 16], bar, place)
+        group, sub, right_group, right_sub = of_codes
+        tma_load(left, [group, sub, i * 16], bar, codes.index(2 * stage))
+        tma_load(right, [right_group, right_sub, i * 16], bar, codes.index(2 * stage + 1))
     for b in gl.static_range(TOKENS // PART):
         for half in gl.static_range(HALVES):
             place = tokens.index(HALVES * stage + half).slice(b * PART, PART)
@@ -157,10 +143,8 @@ def _no_sums(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _start_part(acc, values, tokens, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Start the product with a part of the tokens of half a stage."""
-    FIRST: gl.constexpr = 0 if PART == 0 else PARTS[0]
-    COUNT: gl.constexpr = PARTS[PART]
+def _start_part(acc, values, tokens, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Start the product with COUNT tokens of half a stage, from the first of them on."""
     operand: gl.constexpr = gl.DotOperandLayout(0, sums_layout(COUNT), 2)
     a = gl.convert_layout(values, operand, assert_trivial=True)
     b = tokens.slice(FIRST, COUNT).permute([1, 0])
@@ -168,61 +152,47 @@ def _start_part(acc, values, tokens, PART: gl.constexpr, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _start(accs, values, rings, half, SIDE: gl.constexpr, PARTS: gl.constexpr):
-    """Start the products of half a stage of a side with all parts of the tokens."""
+def _start(accs, values, rings, half, PARTS: gl.constexpr):
+    """Start the products of half a stage with all parts of the tokens."""
     tokens = rings[1].index(half)
-    started = ()
-    for i in gl.static_range(len(accs)):
-        if i // len(PARTS) == SIDE:
-            started = started + (  # noqa: RUF005
-                _start_part(accs[i], values, tokens, i % len(PARTS), PARTS),
-            )
-        else:
-            started = started + (accs[i],)  # noqa: RUF005
-    return started
+    first = _start_part(accs[0], values, tokens, 0, PARTS[0])
+    if len(PARTS) == 1:
+        return (first,)
+    else:
+        return first, _start_part(accs[1], values, tokens, PARTS[0], PARTS[1])
 
 
 @gluon.jit
-def _wait(accs, COUNT: gl.constexpr):
-    """Wait until at most so many products are still running."""
+def _wait(accs, HALVES: gl.constexpr):
+    """Wait until the products of at most HALVES halves of a stage are still running."""
     if len(accs) == 1:
-        return (warpgroup_mma_wait(COUNT, deps=[accs[0]]),)
+        return (warpgroup_mma_wait(HALVES, deps=[accs[0]]),)
     else:
-        return warpgroup_mma_wait(COUNT, deps=[accs[0], accs[1]])
+        return warpgroup_mma_wait(2 * HALVES, deps=[accs[0], accs[1]])
 
 
 @gluon.jit
 def _multiply(
     rings, step, steps, sizes, scales, tile, LOWER: gl.constexpr, PARTS: gl.constexpr,
-    W: gl.constexpr, TILE: gl.constexpr, ACT: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a consumer's rows of W with the tokens of a tile, of each side and in parts of so
-    many tokens. A unit is half a stage of a side."""
-    codes, _, full, empty = rings
-    expert, end, row, n = tile
+    """The sums of a consumer's rows of W with the tokens of a tile, in parts of so many tokens."""
+    codes, tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
-    DTYPE: gl.constexpr = rings[1].dtype
+    DTYPE: gl.constexpr = tokens.dtype
     BOXED: gl.constexpr = W.bits != 6
     GATED: gl.constexpr = ACT.gated
     HALVES: gl.constexpr = fragments.halves_of(W)
-    SIDES: gl.constexpr = TILE.rows // ROWS
-    UNITS: gl.constexpr = HALVES * SIDES
-    TURNS: gl.constexpr = turns_of(W, TILE)
-    EACH: gl.constexpr = len(PARTS)  # products of a unit
-    accs = ()
-    for each in gl.static_range(SIDES * len(PARTS)):
-        accs = accs + (_no_sums(PARTS[each % len(PARTS)]),)  # noqa: RUF005
-    first_at = fragments.factors_at((expert, end, row, SIDES * n), sizes, LOWER, W, ACT)
-    at, stored = (first_at,), (fragments.load_factors(scales, first_at, 0, W),)
-    if SIDES == 2:
-        other_at = fragments.factors_at((expert, end, row, SIDES * n + 1), sizes, LOWER, W, ACT)
-        at = at + (other_at,)  # noqa: RUF005
-        stored = stored + (fragments.load_factors(scales, other_at, 0, W),)  # noqa: RUF005
-    less, pair, right_pair = fragments.factor_pairs(stored[0], W, DTYPE)
+    accs = (_no_sums(PARTS[0]),)
+    if len(PARTS) == 2:
+        accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
+    at = fragments.factors_at(tile, sizes, LOWER, W, ACT)
+    first_stored = fragments.load_factors(scales, at, 0, W)
+    less, pair, right_pair = fragments.factor_pairs(first_stored, W, DTYPE)
     stage = step % STAGES
     if BOXED:
         mbarrier.wait(full.index(stage), step // STAGES & 1)
-        words = fragments.load_words(rings, SIDES * stage, LOWER, W, GATED)
+        words = fragments.load_words(rings, stage, LOWER, W, GATED)
     else:
         codes_at = fragments.sixes_at(codes, tile, sizes, LOWER, W, ACT)
         first = fragments.load_sixes(codes_at, 0)
@@ -230,57 +200,35 @@ def _multiply(
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         words = fragments.words_of_sixes(first)
     values = fragments.operand_of(fragments.unscaled(words[0], less, W, DTYPE), pair, W, DTYPE)
-    before = stage
-    for first_step in range(0, steps, TURNS):
-        for turn in gl.static_range(TURNS):
+    for first_step in range(0, steps, fragments.at_once(W)):
+        for turn in gl.static_range(fragments.at_once(W)):
             i = first_step + turn
-            held = ((words, less, right_pair),)
-            further = (fragments.load_factors(scales, at[0], i + 1, W),)
-            for unit in gl.static_range(UNITS):
-                half = HALVES * stage + unit // SIDES
-                accs = _start(accs, values, rings, half, unit % SIDES, PARTS)
-                if unit == 0 and turn % TILE.turns > 0:
-                    accs = _wait(accs, EACH)
-                    mbarrier.arrive(empty.index(before))
-                elif unit + 1 < UNITS:
-                    accs = _wait(accs, EACH)
-                if unit + 1 < SIDES:
-                    less, pair, right_pair = fragments.factor_pairs(stored[unit + 1], W, DTYPE)
-                    words = fragments.load_words(rings, SIDES * stage + unit + 1, LOWER, W, GATED)
-                    held = held + ((words, less, right_pair),)  # noqa: RUF005
-                    more = fragments.load_factors(scales, at[unit + 1], i + 1, W)
-                    further = further + (more,)  # noqa: RUF005
-                    unscaled = fragments.unscaled(words[0], less, W, DTYPE)
-                    values = fragments.operand_of(unscaled, pair, W, DTYPE)
-                elif unit + 1 < UNITS:
-                    of_words, of_less, of_pair = held[(unit + 1) % SIDES]
-                    unscaled = fragments.unscaled(of_words[1], of_less, W, DTYPE)
-                    values = fragments.operand_of(unscaled, of_pair, W, DTYPE)
-            stored = further
+            stored = fragments.load_factors(scales, at, i + 1, W)
+            if HALVES == 2:
+                accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
+                right_values = fragments.unscaled(words[1], less, W, DTYPE)
+                values = fragments.operand_of(right_values, right_pair, W, DTYPE)
+            started = _start(accs, values, rings, HALVES * stage + HALVES - 1, PARTS)
             if not BOXED:
-                further_codes = fragments.load_sixes(codes_at, i + 2)
+                further = fragments.load_sixes(codes_at, i + 2)
             # While the unit multiplies this stage, the next one is decoded, but for what writes to
             # the unit's operands: else the ptxas of Triton 3.6 waits for every instruction of the
             # unit, as any does if products are under way at the end of the loop. After the last
             # stage that is whatever lies there, and not used: to leave it out would double the
             # code.
-            less, pair, right_pair = fragments.factor_pairs(stored[0], W, DTYPE)
+            less, pair, right_pair = fragments.factor_pairs(stored, W, DTYPE)
             next_stage = (step + i + 1) % STAGES
             phase = (step + i + 1) // STAGES & 1
             mbarrier.wait(full.index(next_stage), phase, pred=i + 1 < steps)
             if BOXED:
-                words = fragments.load_words(rings, SIDES * next_stage, LOWER, W, GATED)
+                words = fragments.load_words(rings, next_stage, LOWER, W, GATED)
             else:
                 words = fragments.words_of_sixes(ahead)
-                ahead = further_codes
+                ahead = further
             started_values = fragments.unscaled(words[0], less, W, DTYPE)
-            if (turn + 1) % TILE.turns == 0:
-                accs = _wait(accs, 0)
-                mbarrier.arrive(empty.index(stage))
-            else:
-                accs = _wait(accs, EACH)
+            accs = _wait(started, 0)
+            mbarrier.arrive(empty.index(stage))
             values = fragments.operand_of(started_values, pair, W, DTYPE)
-            before = stage
             stage = next_stage
     return accs
 
@@ -373,24 +321,19 @@ def _run_tile(
     """Multiply and store a consumer's rows of W of a tile with at most so many tokens."""
     expert, end, row, n = tile
     W: gl.constexpr = HOW[0]
-    TILE: gl.constexpr = HOW[1]
     ACT: gl.constexpr = HOW[-1]
-    SIDES: gl.constexpr = TILE.rows // ROWS
     # Outputs of so many tokens at a time take the shared memory that is left.
     AT_ONCE: gl.constexpr = 64 if ACT.gated else 32
-    accs = _multiply(rings, step, k_steps, sizes, scales, tile, LOWER, PARTS, W, TILE, ACT)
-    for side in gl.static_range(SIDES):
-        first = row
-        for p in gl.static_range(len(PARTS)):
-            pieces = (accs[side * len(PARTS) + p],)
-            for _ in gl.static_range(3):
-                if len(pieces) * AT_ONCE < PARTS[p]:
-                    pieces = cut(pieces)
-            for i in gl.static_range(len(pieces)):
-                sums = rescaled(pieces[i], W, rings[1].dtype)
-                place = (expert, end, first, SIDES * n + side)
-                _store(sums, output, place, sizes, LOWER, W, ACT)
-                first += AT_ONCE
+    accs = _multiply(rings, step, k_steps, sizes, scales, tile, LOWER, PARTS, W, ACT)
+    for p in gl.static_range(len(PARTS)):
+        pieces = (accs[p],)
+        for _ in gl.static_range(3):
+            if len(pieces) * AT_ONCE < PARTS[p]:
+                pieces = cut(pieces)
+        for i in gl.static_range(len(pieces)):
+            sums = rescaled(pieces[i], W, rings[1].dtype)
+            _store(sums, output, (expert, end, row, n), sizes, LOWER, W, ACT)
+            row += AT_ONCE
 
 
 @gluon.jit
@@ -436,14 +379,13 @@ def _grouped_codes(
     if W.bits == 6:
         codes = w_desc
     else:
-        BOXES: gl.constexpr = TILE.rows // 64 * STAGES
-        codes = gl.allocate_shared_memory(gl.int32, [BOXES, 4, 16, 16], w_desc.layout)
+        codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, 4, 16, 16], w_desc.layout)
     source = (x_desc, w_desc, up_desc)
     output = (global_scale_ptr, global_scale_ptr + 1 if TWO else None, bias_ptr, out_ptr)
     specialize(
         dealt, (codes, tokens), source, output, (None, None), (N, K, out_n, width),
         (w_scale_ptr, w_zero_ptr), _boxes_of_tile, _copy, None, _product, TOKENS,
-        fragments.columns_of(W), turns_of(W, TILE), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1),
+        fragments.columns_of(W), fragments.at_once(W), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1),
         HOW=(W, TILE, ACT), BLOCKS=TILE.blocks,
     )  # fmt: skip
 
@@ -462,7 +404,7 @@ def launch(
         w_desc, up_desc = _boxed(w_ENW, act.interleaved, fragments.group_of(weight))
     x_desc = skeleton.boxes(x_RK, box_of(tile.tokens), BOX.value)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
-    n_tiles = triton.cdiv(width, tile.rows // 2 if gated else tile.rows)
+    n_tiles = triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value)
     two = global_scale_E is not None and global_scale_E.dim() == 2
     skeleton.launch(
         _grouped_codes, x_RK, x_desc, w_desc, up_desc, w_scale, w_zero, global_scale_E, bias_EN,

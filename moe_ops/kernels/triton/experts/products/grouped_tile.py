@@ -14,12 +14,8 @@ class CodesTile(Constant):
     tokens  of a tile
     stages  of the ring of shared memory
     blocks  that share a processor: one, or two of few registers
-    rows    of W, 128 or, of four or eight bits, 256; each consumer has half of every 128
-    turns   stages of a turn of the loop along K, at whose end all products end
     """
 
     tokens: int
     stages: int
     blocks: int = 1
-    rows: int = 128
-    turns: int = 1
