@@ -29,10 +29,11 @@ from moe_ops.published.survey import Experts, Survey, parts_of, survey
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.advice import readvised
-from moe_ops.weights.codings import Codings, codings_in
+from moe_ops.weights.codings import codings_in
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import files_of
 from moe_ops.weights.names import EACH, FUSED, GPT_OSS, Style
+from moe_ops.weights.said import Codings
 
 # What a user of `from_checkpoint` can do where `load_checkpoint` gives advice on layers.
 REMEDY = (
@@ -264,6 +265,11 @@ class _Plan:
                 self.dtype,
             )  # fmt: skip
         static = self.quant is not None and self.quant.static_inputs
+        if static and self.quant is not None and not self.quant.per_expert_inputs:
+            log.info(
+                "moe_ops.from_checkpoint: each layer's experts share the largest of their static "
+                "scales of inputs, as %s takes one", self.quant,
+            )  # fmt: skip
         of_experts = 0 if static else sum(e.input_scales for e in self.found.experts.values())
         for left, what, inputs in (
             (of_experts, "experts", (self.quant and self.quant.inputs) or self.dtype),

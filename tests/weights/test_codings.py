@@ -10,7 +10,8 @@ import pytest
 
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
-from moe_ops.weights.codings import Said, coding_of, codings_of
+from moe_ops.weights.codings import coding_of, codings_of
+from moe_ops.weights.said import Said
 from tests.weights.checkpoints import GROUP, LAYOUTS, PREFIX, write
 from tests.weights.test_quantized_checkpoints import check_values, layer_of
 
