@@ -14,6 +14,7 @@ from moe_ops.published.names import EXPERTS
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import entries
 from moe_ops.weights.names import EACH, FUSED, PARTS, RECIPROCALS, W4AFP8, W123, Entry, Style
+from moe_ops.weights.numbers import check_input_factors
 from moe_ops.weights.record import WEIGHTS
 from moe_ops.weights.said import Codings
 
@@ -167,6 +168,7 @@ def survey(files: Iterable[Path], leaves_out: Callable[[str], bool]) -> Survey:
                         f"{stored.name} is in {names[stored.name].name} too; remove one of them"
                     )
                 names[stored.name] = file
+                check_input_factors(stored.name, stored.read)
                 one = Found(name=stored.name, file=file, read=stored.read)
                 if not _take_experts(found.experts, one):
                     base, _, suffix = stored.name.rpartition(".")

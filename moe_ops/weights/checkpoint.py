@@ -20,7 +20,7 @@ from moe_ops.weights.fused import taken_apart
 from moe_ops.weights.global_scales import GlobalScales
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style
-from moe_ops.weights.numbers import check_complete
+from moe_ops.weights.numbers import check_complete, check_input_factors
 from moe_ops.weights.places import EXPERTS, has_place, missing_of, shards_of
 from moe_ops.weights.record import WEIGHTS, LoadRecord, Writes
 from moe_ops.weights.report import LoadReport
@@ -174,6 +174,7 @@ class Loading:
             if coding.decodes:
                 self._take_scale(prefix, entry, stored, coding)
             return
+        check_input_factors(name, stored.read)
         for quantizer, pattern in FOREIGN.items():
             if pattern.search(name):
                 raise ValueError(
