@@ -154,7 +154,7 @@ def writers(*names: str) -> Iterator[list[ModuleType]]:
 def of_layout(name: str, key: str, **more: Any) -> Kind:
     """A kind that tests/weights/checkpoints.py writes."""
     with writers("checkpoints") as (made,):
-        layout = made.LAYOUTS[key]
+        layout = made.W4AFP8 if key == "w4afp8" else made.LAYOUTS[key]
     quant = QuantConfig(weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static)
     return Kind(name=name, write=lambda f: made.write(f, layout).values, quant=quant, **more)
 
@@ -266,6 +266,7 @@ def kinds() -> list[Kind]:
         Kind(name=apart.name, write=apart.write, quant=two),
         Kind(name="the same", write=apart.write, quant=nvfp4.quant),
         of_layout("FP8 in blocks", "fp8_blocks"),
+        of_layout("W4AFP8", "w4afp8"),
         Kind(
             name="MXFP4 of gpt-oss", write=lambda f: gpt_oss(f).values, style="gpt-oss",
             quant=QuantConfig(weights="mxfp4"), bias=True, model=models.mxfp4,
