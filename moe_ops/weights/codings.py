@@ -101,7 +101,7 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
     if len(every) > 1:
         raise ValueError(
             f"{QUANTIZED} says of some matrices {' and of others '.join(map(words, every))}; give "
-            "the coding of the experts: compressed(bits), gptq(bits)"
+            "the coding of the experts: compressed(bits), gptq(bits), int4_pairs()"
         )
     return next(iter(every)).coding
 

@@ -154,7 +154,7 @@ def writers(*names: str) -> Iterator[list[ModuleType]]:
 def of_layout(name: str, key: str, **more: Any) -> Kind:
     """A kind that tests/weights/checkpoints.py writes."""
     with writers("checkpoints") as (made,):
-        layout = made.W4AFP8 if key == "w4afp8" else made.LAYOUTS[key]
+        layout = made.LAYOUTS[key]
     quant = QuantConfig(weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static)
     return Kind(name=name, write=lambda f: made.write(f, layout).values, quant=quant, **more)
 

@@ -241,13 +241,14 @@ LAYOUTS = {
         nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         "nvfp4", "nvfp4", True,
     ),
+    "w4afp8": Layout(  # of experts alone: other layers are float8 in blocks
+        pairs(), {"quant_method": "w4afp8", "weight_block_size": [32, 32]}, "int4:1x32",
+        f"{FP8}:tensor", True,
+    ),
     "fp8_blocks": Layout(
         fp8("block"), {"quant_method": "fp8", "weight_block_size": [32, 32]}, f"{FP8}:32x32"
     ),
 }  # fmt: skip
-
-# Of experts alone: other layers are in float8 beside it.
-W4AFP8 = Layout(pairs(), {"quant_method": "w4afp8"}, "int4:1x32", f"{FP8}:tensor", True)
 
 
 @dataclass
