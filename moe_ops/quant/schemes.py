@@ -57,7 +57,7 @@ BUILT_IN = (
     SchemeInfo(name="int8_w8a8", weight_formats=INT8, input_formats=INT8),
     SchemeInfo(name="int8_w8a16", weight_formats=_formats("int8 uint8", INTEGER_GROUPS)),
     SchemeInfo(name="int4_w4a16", weight_formats=INT4),
-    SchemeInfo(name="int4_w_fp8_a", weight_formats=INT4, input_formats=FP8_INPUTS),
+    SchemeInfo(name="int4_w_fp8_a", weight_formats=INT4, input_formats=FP8_INPUTS[:2]),
     *(SchemeInfo(name=f"{w}_w{n}a16", weight_formats=(w,)) for w, n in MX_BITS.items()),
     *(
         SchemeInfo(name=f"{w}_w_fp8_a", weight_formats=(w,), input_formats=FP8_INPUTS[:2])
