@@ -34,6 +34,8 @@ def call_of(
         done = packing.quantize(w_EFD, format, global_scale=common_E)
         parts[f"{name}_E{axes}"] = done.values.to(device)
         parts[f"{name}_scale_E{axes[0]}G"] = done.scale.to(device)
+        if done.zero is not None:
+            parts[f"{name}_zero_E{axes[0]}G"] = done.zero.to(device)
     if Format.of(inputs).group == TENSOR:
         parts |= {name: torch.full((1,), 0.02, device=device) for name in ("x_scale", "h_scale")}
     x_TD, weights_TK, ids_TK = (t.to(device) for t in (layer.x_TD, layer.weights_TK, layer.ids_TK))

@@ -37,7 +37,7 @@ def format_of(parts: Parts, coding: Coding, block: Block, of_half: int | None = 
         return None
     if scale is None:
         raise ValueError(f"is {short(w.dtype)}, codes without a scale; complete the download")
-    if w.dtype == torch.int32 and coding.bits is not None:
+    if w.dtype == coding.stored and coding.bits is not None:
         return _integer(parts, scale, coding)
     columns = w.shape[-1]
     if w.dtype == torch.float8_e4m3fn:
@@ -60,12 +60,14 @@ def format_of(parts: Parts, coding: Coding, block: Block, of_half: int | None = 
     )
 
 
-def format_of_inputs(weights: str) -> str:
+def format_of_inputs(weights: str, said: str) -> str:
     """The format of inputs that have static scales beside weights of a format; "" if none goes with
-    it."""
+    it. said: their element, where config.json says it beside integers of fewer bits."""
     if weights == "nvfp4":
         return weights
     format = Format.of(weights)
+    if format.integer is not None and format.bits < 8:
+        return f"{said}:tensor" if said else ""
     by_row = format.group in (ROW, TENSOR) and format.element in ("float8_e4m3fn", "int8")
     return f"{format.element}:tensor" if by_row else ""
 

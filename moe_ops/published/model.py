@@ -29,10 +29,11 @@ from moe_ops.published.survey import Experts, Survey, parts_of, survey
 from moe_ops.quant.config import QuantConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.advice import readvised
-from moe_ops.weights.codings import Codings, codings_in
+from moe_ops.weights.codings import codings_in
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import files_of
 from moe_ops.weights.names import EACH, FUSED, GPT_OSS, Style
+from moe_ops.weights.said import Codings
 
 # What a user of `from_checkpoint` can do where `load_checkpoint` gives advice on layers.
 REMEDY = (
@@ -63,8 +64,8 @@ def from_checkpoint(
     folder: config.json, which names a class of transformers and says in `quantization_config` (or
     a file beside it does, as docs/FORMATS.md lists) how weights are quantised, and safetensors
     files: compressed-tensors (int4, int8, FP8, NVFP4, MXFP4), GPTQ, AWQ, auto-round of integers,
-    ModelOpt (FP8, NVFP4), FP8 in blocks or with a scale a matrix or a row, MXFP4. Experts are one
-    tensor each, or all in one. Entries that the model's class ignores are not read.
+    ModelOpt (FP8, NVFP4), FP8 in blocks or with a scale a matrix or a row, MXFP4, W4AFP8. Experts
+    are one tensor each, or all in one. Entries that the model's class ignores are not read.
 
     Codes and scales go into the experts as `load_checkpoint` reads them, and no experts in 16 bits
     are made. Experts that the checkpoint leaves in floats stay so. Other quantised matrices, of
@@ -75,11 +76,12 @@ def from_checkpoint(
     dtype: of all but codes and scales; None is that of config.json, or float32. device_map: as for
     `from_pretrained`, without "disk"; with several devices codes are read into the host's memory
     first. inputs: None quantises inputs of experts by the static scales that a checkpoint has for
-    FP8, int8 with a scale a row, and NVFP4: each expert's own, and for NVFP4 the largest of all
-    experts; of gate and up the larger one. Where it has none, inputs stay in dtype. A format has
-    them quantised at run time, and "" leaves them in dtype, which is closer to the weights that
-    were quantised; static scales are left out then, with a line in the log, as are those of other
-    matrices. With progress, a line per file is written to standard error.
+    FP8, int8 with a scale a row, NVFP4, and int4 of which it says that inputs are float8: each
+    expert's own, and for four bits the largest of all experts; of gate and up the larger one. Where
+    it has none, inputs stay in dtype. A format has them quantised at run time, and "" leaves them
+    in dtype, which is closer to the weights that were quantised; static scales are left out then,
+    with a line in the log, as are those of other matrices. With progress, a line per file is
+    written to standard error.
 
     Raises ValueError or TypeError, naming file and entry, before a model is built: for codes that
     do not fit, codes or scales that are missing or wrong, experts in several formats, and the order
@@ -264,6 +266,11 @@ class _Plan:
                 self.dtype,
             )  # fmt: skip
         static = self.quant is not None and self.quant.static_inputs
+        if static and self.quant is not None and not self.quant.per_expert_inputs:
+            log.info(
+                "moe_ops.from_checkpoint: each layer's experts share the largest of their static "
+                "scales of inputs, as %s takes one", self.quant,
+            )  # fmt: skip
         of_experts = 0 if static else sum(e.input_scales for e in self.found.experts.values())
         for left, what, inputs in (
             (of_experts, "experts", (self.quant and self.quant.inputs) or self.dtype),

@@ -12,9 +12,9 @@ from moe_ops.published.names import EXPERTS
 from moe_ops.published.survey import Experts, Found, Survey
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
-from moe_ops.weights.codings import Codings
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.global_scales import rescaled
+from moe_ops.weights.said import Codings
 
 
 def quant_of(found: Survey, codings: Codings, inputs: str | None) -> QuantConfig | None:
@@ -24,16 +24,18 @@ def quant_of(found: Survey, codings: Codings, inputs: str | None) -> QuantConfig
     point.
     """
     formats: dict[str, Found] = {}
+    said = ""  # of their inputs
     for experts in found.experts.values():
         formats.setdefault(experts.format(codings), experts.first)
+        said = codings.inputs(experts.matrices()[0])
     if len(formats) > 1:
-        said = ", ".join(f"{f.name} of {f.file} is in {name}" for name, f in formats.items())
+        which = ", ".join(f"{f.name} of {f.file} is in {name}" for name, f in formats.items())
         raise ValueError(
-            f"{said}: experts of one model are in one format; load layers (MoELayer) with "
+            f"{which}: experts of one model are in one format; load layers (MoELayer) with "
             "load_checkpoint, or quantise them alike"
         )
     for name in formats:
-        static = format_of_inputs(name) if inputs is None else ""
+        static = format_of_inputs(name, said) if inputs is None else ""
         if static and any(experts.input_scales for experts in found.experts.values()):
             _check_symmetric_inputs(found)
             made = QuantConfig.with_static_inputs(name, static)

@@ -11,11 +11,12 @@ from torch import Tensor
 from moe_ops.checks.shapes import FLOATS
 from moe_ops.published.formats import Parts, format_of, is_ordered, read_part
 from moe_ops.published.names import EXPERTS
-from moe_ops.weights.codings import Codings
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import entries
-from moe_ops.weights.names import EACH, FUSED, PARTS, RECIPROCALS, W123, Entry, Style
+from moe_ops.weights.names import EACH, FUSED, PARTS, RECIPROCALS, W4AFP8, W123, Entry, Style
+from moe_ops.weights.numbers import check_input_factors
 from moe_ops.weights.record import WEIGHTS
+from moe_ops.weights.said import Codings
 
 FAMILIES = (W123, EACH, FUSED)
 ORDERED = (
@@ -167,6 +168,7 @@ def survey(files: Iterable[Path], leaves_out: Callable[[str], bool]) -> Survey:
                         f"{stored.name} is in {names[stored.name].name} too; remove one of them"
                     )
                 names[stored.name] = file
+                check_input_factors(stored.name, stored.read)
                 one = Found(name=stored.name, file=file, read=stored.read)
                 if not _take_experts(found.experts, one):
                     base, _, suffix = stored.name.rpartition(".")
@@ -199,17 +201,31 @@ def _take_experts(experts: dict[str, Experts], one: Found) -> bool:
         entry = style.entry(f"{EXPERTS[1:]}{rest}")
         if isinstance(entry, Entry):
             of = experts.setdefault(prefix, Experts(prefix=prefix, style=style))
-            if of.style is not style:
-                raise ValueError(
-                    f"{one.name} and {of.first.name} name experts in two ways; give the checkpoint "
-                    "of one model"
-                )
             part, _ = WEIGHTS[entry.parameter]
+            of.style = _style_of_both(of, style, part, one.name)
             of.parts[part, entry.shard, entry.expert] = Found(
                 name=one.name, file=one.file, read=one.read, reciprocal=entry.reciprocal
             )
             return True
     return False
+
+
+def _style_of_both(of: Experts, style: Style, part: str, name: str) -> Style:
+    """The style of experts with one more entry, which is of this style.
+
+    Raises ValueError, naming entries, for two that do not go together: all but scales of inputs
+    that W4AFP8 calls after the numbers of weights, whose others are called after projections.
+    """
+    if style is of.style or (of.style is W4AFP8 and (style is EACH or part == "input")):
+        return of.style
+    inputs_alone = all(known == "input" for known, _, _ in of.parts)
+    if (of.style, style, inputs_alone) == (W123, EACH, True) or (
+        (of.style, style, part) == (EACH, W123, "input")
+    ):
+        return W4AFP8
+    raise ValueError(
+        f"{name} and {of.first.name} name experts in two ways; give the checkpoint of one model"
+    )
 
 
 def _sort_others(found: Survey, base: str, suffixes: dict[str, Found]) -> None:

@@ -112,12 +112,15 @@ class QuantConfig:
 
     @staticmethod
     def with_static_inputs(weights: str, inputs: str) -> QuantConfig:
-        """The formats with static scales of inputs: each expert's own where the format of inputs
-        has one scale for the tensor, and one for all experts under that of nvfp4.
+        """The formats with static scales of inputs: each expert's own where weights of 8 bits meet
+        inputs with one scale for the tensor, and one for all experts beside others, as no kernel on
+        GPUs takes several there.
         """
         one = QuantConfig(weights=weights, inputs=inputs, static_inputs=True)
         assert one.input_format is not None
-        return one if one.input_format.has_global_scale else replace(one, per_expert_inputs=True)
+        if one.input_format.has_global_scale or one.format.bits < 8:
+            return one
+        return replace(one, per_expert_inputs=True)
 
     @property
     def format(self) -> Format:

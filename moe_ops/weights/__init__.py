@@ -2,9 +2,9 @@
 
 `load_checkpoint` (`load.py`) loads layers, `load_expert` (`experts.py`) one tensor. Entries come
 from `files.py` and `tensors.py`, and are checked and then written by `checkpoint.py`. What names
-mean is in `names.py`, how JSON files say that matrices are coded in `codings.py`, how tensors are
-laid out in `layouts.py`, which part a rank keeps in `shards.py`, in which order columns come in
-`order.py`; GGUF and bitsandbytes have files of their own.
+mean is in `names.py`, what is said of matrices in `said.py`, how JSON files say it in `codings.py`
+and `mixed.py`, how tensors are laid out in `layouts.py`, which part a rank keeps in `shards.py`, in
+which order columns come in `order.py`; GGUF and bitsandbytes have files of their own.
 """
 
 from moe_ops.weights.experts import load_expert

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import FLOATS
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import STATE
 from moe_ops.quant.scales import inverse
@@ -19,7 +20,7 @@ from moe_ops.weights.fused import taken_apart
 from moe_ops.weights.global_scales import GlobalScales
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style
-from moe_ops.weights.numbers import check_complete
+from moe_ops.weights.numbers import check_complete, check_input_factors
 from moe_ops.weights.places import EXPERTS, has_place, missing_of, shards_of
 from moe_ops.weights.record import WEIGHTS, LoadRecord, Writes
 from moe_ops.weights.report import LoadReport
@@ -167,12 +168,13 @@ class Loading:
             return
         entry = self._entry(prefix, name)
         if isinstance(entry, Entry):
-            coding = stored.coding or self._coding_of(entry)
+            coding = stored.coding or self._coding_of(entry, stored.read)
             if not self._take_as_it_is(prefix, name, entry, stored):
                 self._take_expert(prefix, entry, stored, coding)
             if coding.decodes:
                 self._take_scale(prefix, entry, stored, coding)
             return
+        check_input_factors(name, stored.read)
         for quantizer, pattern in FOREIGN.items():
             if pattern.search(name):
                 raise ValueError(
@@ -185,9 +187,11 @@ class Loading:
         else:
             self._take_other(prefix, entry, stored)
 
-    def _coding_of(self, entry: Entry) -> Coding:
+    def _coding_of(self, entry: Entry, read: Read) -> Coding:
         """The checkpoint's coding, but for weights that it leaves unquantised."""
         if not entry.plain or self.coding.weight is None:
+            return self.coding
+        if self.coding.plain_names and read().dtype not in FLOATS:
             return self.coding
         return TRANSPOSED if self.style.transposed else PLAIN
 
@@ -315,7 +319,8 @@ class Loading:
         layer, record = self.layers[prefix], self.records[prefix]
         (part, second), shared = WEIGHTS[entry.parameter], layer.placement.shared
         format = None if layer.quant is None else layer.quant.format
-        coding, whole = self._coding_of(entry), t if isinstance(t, Tensor) else t()
+        whole = t if isinstance(t, Tensor) else t()
+        coding = self._coding_of(entry, lambda: whole)
         with naming(name):
             pieces = taken_apart(whole, part, second, shared, coding, format)
         for s, t_s in enumerate(pieces):

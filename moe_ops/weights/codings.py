@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from moe_ops.weights.configuration import (
     read_json,
     text_of,
 )
-from moe_ops.weights.layouts import PLAIN, Block, Coding, awq, compressed, gptq, mxfp4_blocks
+from moe_ops.weights.layouts import Block, Coding
+from moe_ops.weights.mixed import BLOCKS, PAIRS, algorithms, whole
+from moe_ops.weights.said import FLOAT8, QUANTIZED, Codings, Rule, Said, words
 
 NO_OP_READS = {
     "bitsandbytes": "of its weights those of 4 bits alone are read (NF4, FP4)",
 }
-QUANTIZED = "quantization_config"
 # Files that say it, and the method of those that need not name one. The last two are of AutoGPTQ
 # and AutoAWQ before transformers had a place for it.
 FILES = {
@@ -41,77 +42,9 @@ AUTO_ROUND = {
     "auto_round:auto_awq": "awq",
 }  # fmt: skip
 PACKED = "pack-quantized"  # of compressed-tensors
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What a configuration says of a matrix: how it is laid out, and the rows and columns that
-    share a scale if it is float8."""
-
-    layout: str = ""  # "gptq", "gptq_v2", "awq", "compressed", "mxfp4"; "" for plain
-    bits: int = 4
-    symmetric: bool = False
-    block: Block = None
-
-    @property
-    def coding(self) -> Coding:
-        """The coding of the matrix. Raises ValueError for a width that no op reads."""
-        found = _coding(self.layout, self.bits, self.symmetric)
-        return found if self.block is None else replace(found, block=self.block)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What is said of the matrices that a rule matches by name."""
-
-    matches: Callable[[str], Any]
-    said: Said
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Codings:
-    """What is said of each matrix: by the first rule that matches its name, else by `rest`, which
-    is None where every matrix in codes has a rule. `file` says it, for errors."""
-
-    rules: tuple[Rule, ...] = ()
-    rest: Said | None = Said()
-    file: Path | None = None
-
-    def says(self, module: str) -> Said | None:
-        """What is said of a matrix, by the name of its module, or None."""
-        return next((rule.said for rule in self.rules if rule.matches(module)), self.rest)
-
-    def said(self, module: str) -> Said:
-        """What is said of a matrix, by the name of its module. Raises ValueError if nothing is."""
-        found = self.says(module)
-        if found is None:
-            raise ValueError(
-                f"{module} is of no group of {self.file or QUANTIZED}: none has a target that is "
-                "its name; correct the targets of config_groups"
-            )
-        return found
-
-    def of(self, module: str) -> Coding:
-        """The coding of a matrix. Raises ValueError, naming the file, if there is none."""
-        with naming(self.file or QUANTIZED):
-            return self.said(module).coding
-
-    def block(self, module: str) -> Block:
-        return self.said(module).block
-
-    def one(self, modules: Iterable[str]) -> Coding:
-        """The one coding of several matrices. Raises ValueError for two."""
-        found: dict[Said, str] = {}
-        for module in modules:
-            found.setdefault(self.said(module), module)
-        if len(found) > 1:
-            a, b = list(found.items())[:2]
-            raise ValueError(
-                f"{a[1]} is {_words(a[0])} and {b[1]} is {_words(b[0])}, by {self.file}; load "
-                "layers whose experts are coded alike in one call, and others in another"
-            )
-        with naming(self.file or QUANTIZED):
-            return next(iter(found), Said()).coding
+FLOAT8_BLOCK = (128, 128)  # of DeepSeek, which configurations of W4AFP8 need not say
+EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
+W4AFP8 = Said("pairs", symmetric=True, inputs=FLOAT8)  # of experts
 
 
 def codings_in(folder: Path) -> Codings:
@@ -134,7 +67,7 @@ def blocks_in(folder: Path) -> Codings:
     coding is left out: a caller says it."""
     config, path = _config_in(folder)
     with naming(path):
-        return Codings(rest=Said(block=None if config is None else _block(config)))
+        return Codings(rest=Said(block=None if config is None else _float8_block(config)))
 
 
 def _config_in(folder: Path) -> tuple[Mapping[str, Any] | None, Path]:
@@ -151,7 +84,11 @@ def _config_in(folder: Path) -> tuple[Mapping[str, Any] | None, Path]:
         if other.is_file():
             with naming(other):
                 found = object_of(read_json(other), "the file")
-            said = {OLD_NAMES.get(k, k): value for k, value in found.items() if value is not None}
+                said = {
+                    OLD_NAMES.get(k, k): value for k, value in found.items() if value is not None
+                }
+                if method == "modelopt":
+                    said = dict(whole(said, folder))
             return {"quant_method": method, **said}, other
     return None, path
 
@@ -163,8 +100,8 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
     every = {rule.said for rule in found.rules} | ({found.rest} if found.rest else set())
     if len(every) > 1:
         raise ValueError(
-            f"{QUANTIZED} says of some matrices {' and of others '.join(map(_words, every))}; give "
-            "the coding of the experts: compressed(bits), gptq(bits)"
+            f"{QUANTIZED} says of some matrices {' and of others '.join(map(words, every))}; give "
+            "the coding of the experts: compressed(bits), gptq(bits), int4_pairs()"
         )
     return next(iter(every)).coding
 
@@ -172,9 +109,9 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
 def codings_of(config: Mapping[str, Any], file: Path | None = None) -> Codings:
     """How a checkpoint with this `quantization_config` is coded.
 
-    Knows gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, auto-round and bitsandbytes of four
-    bits. Raises ValueError, with the reason, for others and for variants whose weights no op reads;
-    TypeError for values that are not of their kind.
+    Knows gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, w4afp8, auto-round and bitsandbytes
+    of four bits. Raises ValueError, with the reason, for others and for variants whose weights no
+    op reads; TypeError for values that are not of their kind.
     """
     config = object_of(config, QUANTIZED)
     method = text_of(config, "quant_method", "").lower()
@@ -188,7 +125,12 @@ def codings_of(config: Mapping[str, Any], file: Path | None = None) -> Codings:
         rest = _awq(config)
     elif method == "compressed-tensors":
         return replace(_compressed(config), file=file)
-    elif method in ("modelopt", "fp8") or (method == "bitsandbytes" and config.get("load_in_4bit")):
+    elif method == "modelopt":
+        rest, rules = _modelopt(config)
+    elif method == "w4afp8":
+        rest = Said(block=_float8_block(config))
+        rules = (Rule(EXPERTS.search, W4AFP8),)
+    elif method == "fp8" or (method == "bitsandbytes" and config.get("load_in_4bit")):
         rest = Said(block=_block(config))  # bitsandbytes is decoded when it is read
     elif method == "mxfp4":
         rest = Said("mxfp4")
@@ -201,23 +143,10 @@ def codings_of(config: Mapping[str, Any], file: Path | None = None) -> Codings:
         reason = NO_OP_READS.get(method, "its layout is unknown")
         raise ValueError(
             f"quant_method {method!r} cannot be loaded: {reason}; dequantise the checkpoint, or "
-            "take one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, auto-round, "
+            "take one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, w4afp8, auto-round, "
             "bitsandbytes of 4 bits"
         )
     return Codings(rules=rules, rest=rest, file=file)
-
-
-@functools.cache
-def _coding(layout: str, bits: int, symmetric: bool) -> Coding:
-    if layout in ("gptq", "gptq_v2"):
-        return replace(gptq(bits, plus_one=layout == "gptq"), symmetric=symmetric)
-    if layout == "compressed":
-        return replace(compressed(bits), symmetric=symmetric)
-    return {"": lambda: PLAIN, "awq": awq, "mxfp4": mxfp4_blocks}[layout]()
-
-
-def _words(said: Said) -> str:
-    return f"{said.layout or 'plain'} of {said.bits} bits" if said.layout else "in no words"
 
 
 def _gptq(config: Mapping[str, Any]) -> Said:
@@ -234,6 +163,14 @@ def _awq(config: Mapping[str, Any]) -> Said:
             f"version={version!r}; convert the checkpoint"
         )
     return Said("awq")
+
+
+def _modelopt(config: Mapping[str, Any]) -> tuple[Said, tuple[Rule, ...]]:
+    """ModelOpt, whose tensors say what they are, but for the two kinds that TensorRT-LLM made of
+    DeepSeek: float8 in blocks, and experts in pairs of int4."""
+    found = algorithms(config)
+    rules = (Rule(functools.partial(_is_in, n), W4AFP8) for n, of in found.items() if of == PAIRS)
+    return Said(block=_float8_block(config)), tuple(rules)
 
 
 def _dynamic(config: Mapping[str, Any], rest: Said) -> tuple[Rule, ...]:
@@ -295,7 +232,7 @@ def _compressed(config: Mapping[str, Any]) -> Codings:
         weights = group.get("weights")
         if weights is None and format != PACKED:
             continue  # of inputs alone
-        said = _said_of_group(format, object_of(weights, "weights"))
+        said = _said_of_group(format, object_of(weights, "weights"), group)
         every.add(said)
         targets = group.get("targets")
         for target in targets if isinstance(targets, list) else []:
@@ -307,7 +244,7 @@ def _compressed(config: Mapping[str, Any]) -> Codings:
         return Codings(rest=next(iter(every), Said()))
     if not ranked:
         raise ValueError(
-            f"config_groups says {' and '.join(sorted(map(_words, every)))}, and of no matrix "
+            f"config_groups says {' and '.join(sorted(map(words, every)))}, and of no matrix "
             "which; give groups targets in config.json, or, to load_checkpoint, give the coding of "
             "the experts: compressed(bits)"
         )
@@ -315,10 +252,15 @@ def _compressed(config: Mapping[str, Any]) -> Codings:
     return Codings(rules=tuple(rule for _, rule in ordered), rest=None)
 
 
-def _said_of_group(format: str, weights: Mapping[str, Any]) -> Said:
+def _said_of_group(format: str, weights: Mapping[str, Any], group: Mapping[str, Any]) -> Said:
     if format != PACKED:
         return Said(block=_block(weights, "block_structure"))
-    return Said("compressed", bits_of(weights, "num_bits"), flag_of(weights, "symmetric", True))
+    of = object_of(group.get("input_activations") or {}, "input_activations")
+    float8 = (bits_of(of, "num_bits"), text_of(of, "type", "int")) == (8, "float")
+    return Said(
+        "compressed", bits_of(weights, "num_bits"), flag_of(weights, "symmetric", True),
+        inputs=FLOAT8 if float8 and not of.get("dynamic") else "",
+    )  # fmt: skip
 
 
 def _target(target: Any) -> tuple[int, Callable[[str], Any]]:
@@ -336,6 +278,10 @@ def _is(wanted: str, name: str) -> bool:
     return name == wanted
 
 
+def _is_in(module: str, name: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
 def _anything(name: str) -> bool:
     return True
 
@@ -345,6 +291,13 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{pattern!r} is no regular expression ({error})") from error
+
+
+def _float8_block(config: Mapping[str, Any]) -> Block:
+    """Rows and columns that share a scale in float8 matrices of a checkpoint."""
+    method = text_of(config, "quant_method", "").lower()
+    of_deepseek = method == "w4afp8" or BLOCKS in algorithms(config).values()
+    return _block(config) or (FLOAT8_BLOCK if of_deepseek else None)
 
 
 def _block(config: Mapping[str, Any], key: str = "weight_block_size") -> Block:

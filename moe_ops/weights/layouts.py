@@ -40,6 +40,7 @@ ROWS, COLUMNS = Axis(place=0), Axis(place=1)
 AS_WORDS = ("int4", "uint4", "uint8")  # int8 has no offset
 WORD_BYTES = 4
 _LOW = 0x0F0F0F0F  # the lower nibbles of a word
+_OFFSETS = 0x88  # between two's complement and the offset of 8 that int4 has, for two in a byte
 Block = tuple[int, int] | None  # rows and columns of float8 that share a scale, if they are said
 Convert = Callable[[Tensor, Any], Tensor]  # of a part as it is stored, for a Format or None
 
@@ -87,6 +88,7 @@ class Coding:
     the ops read for the layer's format. Of codings that hold scales and values in one tensor,
     `formats` are those that they hold exactly; all of them `decodes` to layers without a format.
     Where zero points are left out because all are the middle of the codes, it is `symmetric`.
+    `stored`: the dtype of integer codes; `plain_names`: they are called as weights in floats are.
     `block`: what shares a scale in float8 matrices, if the checkpoint says it; a layer's blocks may
     have fewer rows, so that gate and up have none in common.
     """
@@ -99,6 +101,8 @@ class Coding:
     formats: tuple[str, ...] = ()
     decodes: bool = False
     symmetric: bool = False
+    stored: torch.dtype = torch.int32
+    plain_names: bool = False
     block: Block = None
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
@@ -213,6 +217,27 @@ def compressed(bits: int = 4) -> Coding:
         weight=Matrix(columns=Axis(place=1, values=per), convert=values, as_words=AS_WORDS),
         zero=Matrix(rows=Axis(place=0, values=per), convert=zeros),
         bits=bits,
+    )
+
+
+def int4_pairs() -> Coding:
+    """W4AFP8: two integers in a byte along the columns, the first in the lower bits, as two's
+    complement and without zero points. Source: TensorRT-LLM's and SGLang's checkpoints of
+    DeepSeek.
+    """
+
+    def values(t: Tensor, format: Format) -> Tensor:
+        if t.dtype != torch.int8:
+            raise TypeError(f"pairs of int4 must be int8, got {t.dtype}; view them as int8")
+        return t.view(torch.uint8) ^ _OFFSETS
+
+    return Coding(
+        name="W4AFP8",
+        weight=Matrix(columns=Axis(place=1, values=2), convert=values),
+        bits=4,
+        symmetric=True,
+        stored=torch.int8,
+        plain_names=True,
     )
 
 

@@ -16,13 +16,14 @@ from moe_ops.checks.options import check_flag, check_text, check_type
 from moe_ops.layer import MoELayer
 from moe_ops.prepared import as_loaded
 from moe_ops.weights.checkpoint import ORDER, Loading
-from moe_ops.weights.codings import Codings, blocks_in, codings_in
+from moe_ops.weights.codings import blocks_in, codings_in
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import entries, files_of
 from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
 from moe_ops.weights.names import Style, style_of
 from moe_ops.weights.outside import Outside
 from moe_ops.weights.report import LoadReport
+from moe_ops.weights.said import Codings
 from moe_ops.weights.tensors import (
     GIVEN,
     STREAM,

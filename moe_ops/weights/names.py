@@ -152,6 +152,8 @@ GATE_UP_DOWN = Style(
 )
 # The same, or gate and up of an expert in one tensor.
 EACH = Style(name="each", projections={**GATE_UP_DOWN.projections, "gate_up_proj": "w13"})
+# Weights and their scales by the names of projections, scales of inputs by the others.
+W4AFP8 = Style(name="w4afp8", projections={**GATE_UP_DOWN.projections, **W123.projections})
 FUSED = Style(name="fused", projections={"gate_up_proj": "w13", "down_proj": "w2"}, stacked=True)
 GPT_OSS = Style(
     name="gpt_oss",
@@ -185,6 +187,7 @@ STYLES: dict[str, Style] = {
     "qwen": GATE_UP_DOWN,  # mlp.experts.0.gate_proj.weight
     "olmoe": GATE_UP_DOWN,
     "deepseek": GATE_UP_DOWN,
+    "deepseek-w4afp8": W4AFP8,  # mlp.experts.0.gate_proj.weight, mlp.experts.0.w1.input_scale
     "glm": GATE_UP_DOWN,
     "transformers": FUSED,  # mlp.experts.gate_up_proj
     "gpt-oss": GPT_OSS,

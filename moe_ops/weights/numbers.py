@@ -4,7 +4,7 @@ each of which has its own, and those that have to come with the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from moe_ops.layer import MoELayer
 from moe_ops.weights.advice import advising
 from moe_ops.weights.record import LoadRecord, Writes
 from moe_ops.weights.shards import one_input_scale
+
+FACTORS = ".pre_quant_scale"  # what names of factors of an input's columns end in
 
 
 def agree(parameter: str, name: str, expert: int, value: Tensor, record: LoadRecord | None) -> None:
@@ -82,6 +84,18 @@ def _input_writes(
     for expert in experts:
         for slot in record.slots_of(layer, expert):
             yield target[slot], record.inputs[parameter, expert]
+
+
+def check_input_factors(name: str, read: Callable[[], Tensor]) -> None:
+    """Raise ValueError, naming the entry, for factors of the columns of an input other than 1.
+
+    AWQ of ModelOpt scales columns of weights, and inputs by the inverse (`pre_quant_scale`).
+    """
+    if name.endswith(FACTORS) and not bool((read() == 1).all()):
+        raise ValueError(
+            f"{name} has factors of the columns of an input other than 1, by which no op "
+            "multiplies it; quantise the weights without AWQ, or dequantise the checkpoint"
+        )
 
 
 def check_complete(

@@ -18,9 +18,9 @@ from moe_ops.checks.shapes import FLOATS
 from moe_ops.quant.formats import ROW, TENSOR
 from moe_ops.quant.packing import expand
 from moe_ops.quant.scales import e8m0_to_float32, wrong_scale
-from moe_ops.weights.codings import Codings
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.layouts import Block, Stored
+from moe_ops.weights.said import Codings
 
 Target = Callable[[str], Tensor | None]
 Source = tuple[str, Callable[[], Iterable[Stored]]]  # what errors call it, and its entries

@@ -84,6 +84,9 @@ def test_the_accuracy_table_is_what_was_measured() -> None:
         assert figures == measured[scheme, w, x], (scheme, w, x)
 
 
+NOT_RUN_ON_GPUS = {"int4_w_fp8_a"}  # as the page says
+
+
 def test_the_accuracy_of_gpu_kernels_is_what_was_measured() -> None:
     names = ("layer_error", "kl_nats", "kernel_layer_error", "kernel_kl_nats")
     measured = {
@@ -93,7 +96,8 @@ def test_the_accuracy_of_gpu_kernels_is_what_was_measured() -> None:
     }
     assert len(measured) == 54
     rows = table_under("By kernels of a GPU")
-    assert {row[0] for row in rows} == set(SCHEMES)
+    assert {row[0] for row in rows} == set(SCHEMES) - NOT_RUN_ON_GPUS
+    assert not any(scheme in NOT_RUN_ON_GPUS for scheme, *_ in measured)
     for scheme, weights, inputs, *figures in rows:
         w, x = ("" if f == "16-bit" else f for f in (weights, inputs))
         assert figures == measured[scheme, w, x], (scheme, w, x)

@@ -266,6 +266,7 @@ def kinds() -> list[Kind]:
         Kind(name=apart.name, write=apart.write, quant=two),
         Kind(name="the same", write=apart.write, quant=nvfp4.quant),
         of_layout("FP8 in blocks", "fp8_blocks"),
+        of_layout("W4AFP8", "w4afp8"),
         Kind(
             name="MXFP4 of gpt-oss", write=lambda f: gpt_oss(f).values, style="gpt-oss",
             quant=QuantConfig(weights="mxfp4"), bias=True, model=models.mxfp4,

@@ -38,6 +38,7 @@ LAYERS = {
     "mxfp8": ("mxfp8", "mxfp8", ("rows", "grouped")),
     "e5m2": ("mxfp4", "mxfp8_e5m2", ("rows",)),
     "float8 rows, emulated": ("mxfp4", "float8_e4m3fn:row", ("rows", "grouped")),
+    "float8 groups, emulated": ("int4:1x32", "float8_e4m3fn:1x32", ("rows", "grouped")),
 }
 GRID = [(name, kernel) for name, (*_, kernels) in LAYERS.items() for kernel in kernels]
 # One of each kernel that starts from codes, and one that decodes them.

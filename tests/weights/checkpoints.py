@@ -161,6 +161,19 @@ def nvfp4(kind: str) -> Any:
     return write
 
 
+def pairs(group: int = GROUP) -> Any:
+    """W4AFP8: two integers of two's complement in a byte, the first in the lower bits."""
+
+    def write(g: torch.Generator, rows: int, columns: int, shard: str) -> Matrix:
+        q = codes(g, rows, columns, 16) - 8
+        s = scales(g, rows, columns // group, dtype=torch.float32)
+        entries = {"weight": nibbles(q & 15).view(torch.int8), "weight_scale_inv": s}
+        entries["input_scale"] = torch.tensor([0.05 if shard == "w2" else 0.03])
+        return Matrix(entries, q.float() * s.repeat_interleave(group, -1))
+
+    return write
+
+
 def mxfp4(g: torch.Generator, rows: int, columns: int, shard: str) -> Matrix:
     """MXFP4 of compressed-tensors; gpt-oss's blocks are made of the same."""
     q = codes(g, rows, columns, 16)
@@ -227,6 +240,10 @@ LAYOUTS = {
     "modelopt_nvfp4": Layout(
         nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         "nvfp4", "nvfp4", True,
+    ),
+    "w4afp8": Layout(  # of experts alone: other layers are float8 in blocks
+        pairs(), {"quant_method": "w4afp8", "weight_block_size": [32, 32]}, "int4:1x32",
+        f"{FP8}:tensor", True,
     ),
     "fp8_blocks": Layout(
         fp8("block"), {"quant_method": "fp8", "weight_block_size": [32, 32]}, f"{FP8}:32x32"

@@ -10,7 +10,8 @@ import pytest
 
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
-from moe_ops.weights.codings import Said, coding_of, codings_of
+from moe_ops.weights.codings import blocks_in, coding_of, codings_in, codings_of
+from moe_ops.weights.said import Said
 from tests.weights.checkpoints import GROUP, LAYOUTS, PREFIX, write
 from tests.weights.test_quantized_checkpoints import check_values, layer_of
 
@@ -89,3 +90,51 @@ def test_inputs_alone_are_no_coding() -> None:
     config = {"quant_method": "compressed-tensors", "format": "float-quantized",
               "config_groups": groups}  # fmt: skip
     assert codings_of(config).said("x") == Said()
+
+
+PAIRS = Said("pairs", symmetric=True, inputs="float8_e4m3fn")
+MIXED = {
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {
+        "model.layers.1.mlp.experts": {"quant_algo": "W4A8_AWQ"},
+        "model.layers.1.self_attn.o_proj": {"quant_algo": "FP8_BLOCK_SCALES"},
+    },
+}
+
+
+def test_experts_of_w4afp8_are_pairs_and_others_blocks() -> None:
+    found = codings_of({"quant_method": "w4afp8"})
+    for name in ("model.layers.3.mlp.experts.7.gate_proj", "experts", "a.experts"):
+        assert found.said(name) == PAIRS
+    for name in ("model.layers.3.mlp.shared_experts.up_proj", "model.experts_of.o_proj", "o_proj"):
+        assert found.said(name) == Said(block=(128, 128))
+    found = codings_of({"quant_method": "w4afp8", "weight_block_size": [64, 128]})
+    assert found.block("o_proj") == (64, 128)
+
+
+def test_modelopt_names_what_is_in_pairs() -> None:
+    found = codings_of({"quant_method": "modelopt", **MIXED})
+    assert found.said("model.layers.1.mlp.experts.0.up_proj") == PAIRS
+    for name in ("model.layers.11.mlp.experts.0.up_proj", "model.layers.1.mlp.experts_too"):
+        assert found.said(name) == Said(block=(128, 128))
+    of_nvfp4 = {"a": {"quant_algo": "NVFP4"}}
+    config = {"quant_method": "modelopt", **MIXED, "quantized_layers": of_nvfp4}
+    assert codings_of(config).said("a") == Said()
+
+
+def test_files_beside_a_checkpoint_say_it_too(tmp_path: Path) -> None:
+    inner = {"quantization": {"quant_algo": "MIXED_PRECISION"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(inner))
+    name = "model.layers.1.mlp.experts.0.up_proj"
+    assert codings_in(tmp_path).said(name) == Said()
+    (tmp_path / "quant_cfg.json").write_text(json.dumps(MIXED))
+    assert codings_in(tmp_path).said(name) == PAIRS
+    assert blocks_in(tmp_path).block("o_proj") == (128, 128)
+    for wrong, message in (
+        ("{", r"quant_cfg\.json is no JSON"),
+        ('{"quantized_layers": 3}', r"quantized_layers must be an object .*quant_cfg\.json"),
+        ('{"quantized_layers": {"a": 3}}', r"quantized_layers\['a'\] must be an object"),
+    ):
+        (tmp_path / "quant_cfg.json").write_text(wrong)
+        with pytest.raises((ValueError, TypeError), match=message):
+            codings_in(tmp_path)
