@@ -153,13 +153,18 @@ def _fuse(graph: fx.Graph, linears: fx.Node, parameters: set[fx.Node]) -> str:
     norm = read(peel(operand(linears, 0)))
     # It is read ahead of the end of the launch before.
     require(norm.gain in parameters, f"the gain {norm.gain} is no parameter")
+    # So may the rest be, which is needed where the norm is.
+    others = [t for t in linears.all_input_nodes if t is not operand(linears, 0)]
+    computed = [t for t in others if t not in parameters]
+    require(not computed, f"{computed and computed[0]} is no parameter")
+    require(tensor(norm.s).shape == tensor(norm.out).shape, "the gain has rows of its own")
     terms = _terms(graph, norm)
     weights: Any = operand(linears, 1)
     shape = list(tensor(operand(linears, 0)).shape)
     fakes = [tensor(term).reshape(shape) for term in terms]
-    others: Any = fx.node.map_arg(linears.args[1:], tensor)
+    layers: Any = fx.node.map_arg(linears.args[1:], tensor)
     terms_of = (fakes[0], fakes[1] if len(fakes) > 1 else None)
-    given: Any = (*terms_of, tensor(norm.gain), norm.eps, *others, norm.shift)
+    given: Any = (*terms_of, tensor(norm.gain), norm.eps, *layers, norm.shift)
     codes = is_call(linears, ops.quantized_linears.planned)
     if codes:
         target, of_codes = ops.normed_quantized_linears, NormedQuantizedLinearsCall(*given)

@@ -77,14 +77,14 @@ def around(kernel: str, product: str, tiles: Any) -> Iterator[Any]:
 
 def around_codes(weight: Weight, tile: Any) -> Iterator[Any]:
     """The tiles of codes in which one size is the next smaller or larger one, with as many
-    stages as fit."""
+    stages as fit: two or more, as a stage is given back when the next one has come."""
     from moe_ops.backends.triton_tiles import codes_tile
 
     for name, values in CODES_SIZES.items():
         at = values.index(getattr(tile, name))
         for value in (*values[:at][-1:], *values[at + 1 :][:1]):
             changed = codes_tile(replace(tile, **{name: value}), weight)
-            if changed != tile:
+            if changed != tile and changed.stages > 1:
                 yield changed
 
 

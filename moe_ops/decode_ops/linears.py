@@ -69,8 +69,9 @@ def linears(call: LinearsCall) -> list[Tensor]:
     """[y_g] with y_g = x W_gᵀ + b_g, for weights [N_g, K] and biases [N_g] or None.
 
     Sums are in float32, rounded once to the dtype of the input. On a GPU it is one launch for four
-    weights, which may be read ahead of the end of the launch before: what writes them must have
-    ended two launches ago, as for parameters it has. Raises ValueError for what `refusal` names.
+    weights, which may be read, as biases may, ahead of the end of the launch before: what writes
+    them must have ended two launches ago, as for parameters it has. Raises ValueError for what
+    `refusal` names.
     """
     given = zip(call.weights, call.biases, strict=True)
     return [linear(call.x_TK, w_NK, b_N) for w_NK, b_N in given]

@@ -47,7 +47,8 @@ def refusal_of_norm(
     if not 1 <= x_TK.shape[0] <= MOST_ROWS or x_TK.shape[1] > MOST_NORMED:
         wanted = f"[T, K] with T from 1 to {MOST_ROWS} and K up to {MOST_NORMED}"
         return f"x_TK is {shape_of(x_TK)}, not {wanted}; use {instead}"
-    for what, t, shape in (("residual", residual_TK, x_TK.shape), ("gain", gain_K, x_TK.shape[1:])):
+    given = (("x_TK", x_TK, x_TK.shape), ("residual", residual_TK, x_TK.shape))
+    for what, t, shape in (*given, ("gain", gain_K, x_TK.shape[1:])):
         if t is None:
             continue
         if t.shape != shape or t.stride(-1) != 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import safe_open
@@ -151,7 +152,7 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
     if not all(str(file).endswith(".safetensors") for file in files):
         for file in files:
             _check_all_are_said(
-                model, files, torch.load(file, "meta", weights_only=True, mmap=True)
+                model, files, torch.load(file, "meta", weights_only=True, mmap=is_zipfile(file))
             )
         return {}
     coded = dict(_coded(model))

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.backends.triton_tiles import codes_tile, rows_of_codes
+from moe_ops.backends.triton_tiles import CODES_TILES, codes_tile, rows_of_codes
 from moe_ops.bench import cells, formats, tiles, timing
 from moe_ops.bench.__main__ import parse
 from moe_ops.bench.rates import Rates
@@ -61,6 +61,15 @@ def test_one_size_of_a_tile_of_codes_changes_and_its_stages_fit() -> None:
     assert codes_tile(CodesTile(32, 0), weight) in changed
     assert {t.tokens for t in changed} == {16, 32, 64} and start not in changed
     assert all(t == codes_tile(t, weight) for t in changed)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_no_tile_of_codes_has_one_stage(bits: int) -> None:
+    """Its consumers would wait for the next stage, and its producer for them."""
+    weight = replace(CODES.weight, bits=bits)
+    for _, tile in CODES_TILES:
+        changed = tiles.around_codes(weight, codes_tile(tile, weight))
+        assert all(t.stages > 1 for t in changed)
 
 
 def test_one_size_of_one_product_changes() -> None:

@@ -159,8 +159,12 @@ def test_other_files_hold_the_state_dict_too(tmp_path: Path) -> None:
     other.load_state_dict(load_file(tmp_path / FILE))
     check_same(model, other)
     model.config.save_pretrained(tmp_path / "bin")
-    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
-    check_same(model, type(model).from_pretrained(tmp_path / "bin"))
+    for as_zip in (True, False):
+        torch.save(
+            model.state_dict(), tmp_path / "bin" / "pytorch_model.bin",
+            _use_new_zipfile_serialization=as_zip,
+        )  # fmt: skip
+        check_same(model, type(model).from_pretrained(tmp_path / "bin"))
     given = type(model).from_pretrained(
         None, config=model.config, state_dict=copy.deepcopy(model.state_dict())
     )

@@ -168,6 +168,14 @@ def test_the_backend_of_a_norm(residual: bool, T: int, format: str) -> None:
         assert_close(g.float(), w.float(), CODES)
 
 
+def test_rows_that_do_not_lie_side_by_side_are_refused() -> None:
+    call, _ = call_of(2, 64, (4,), "int8:row", F16)
+    normed = normed_call(call, None, torch.ones(64, device=DEVICE).to(F16))
+    normed.x_TK = call.x_TK.t().contiguous().t()
+    with pytest.raises(ValueError, match=r"the x_TK is \[2, 64\] with the strides \(1, 2\)"):
+        normed_quantized_linears(*normed_quantized_linears.arguments.flat(normed))
+
+
 def test_what_is_not_normed() -> None:
     wide, _ = call_of(1, 64, (9, 4), "int8:row", F32)
     said = supports_normed(normed_call(wide, None, torch.ones(64, device=DEVICE)))

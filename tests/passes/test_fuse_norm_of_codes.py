@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 from torch.nn.functional import linear
 
+from moe_ops.decode_ops import quantized_linears
 from moe_ops.hf.linears import made_of
 from moe_ops.passes.merge_quantized_linears import merge_quantized_linears
 from moe_ops.passes.rewriting.context import Context
@@ -129,6 +130,45 @@ def test_near_misses(format: str, rows: int, reason: str) -> None:
     assert hook.count == 0 and count(graph, ops.quantized_linears.planned) == 1
     said = [note.text for note in hook.context.refusals]
     assert len(said) == (1 if reason else 0) and all(reason in text for text in said)
+
+
+class Computed(Layers):
+    """A bias that is computed in the graph, ahead of the norm or behind it."""
+
+    def __init__(self, ahead: bool) -> None:
+        super().__init__("int8:row")
+        self.bias, self.ahead = parameter(24), ahead
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        bias = 2 * self.bias if self.ahead else self.bias
+        n = norm(x + y, self.gain)
+        bias = bias if self.ahead else 2 * self.bias
+        given = ([self.q.weight_codes], [self.q.weight_scale], [None], [None], [bias], "int8:row")
+        return tuple(quantized_linears(n.reshape(-1, D), *given))
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_is_computed_is_not_read_ahead(ahead: bool) -> None:
+    hook, graph = fused(Computed(ahead))
+    assert hook.count == 0 and count(graph, ops.quantized_linears.planned) == 1
+    assert ["is no parameter" in note.text for note in hook.context.refusals] == [True]
+
+
+class Gains(Layers):
+    """A gain of more rows than the sum has."""
+
+    def __init__(self) -> None:
+        super().__init__("int8:row")
+        self.gain = parameter(4, D)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (self.q(norm(x + y, self.gain)),)
+
+
+def test_a_gain_with_rows_of_its_own() -> None:
+    hook, graph = fused(Gains())
+    assert hook.count == 0 and count(graph, ops.quantized_linears.planned) == 1
+    assert [note.text for note in hook.context.refusals] == ["the gain has rows of its own"]
 
 
 def test_a_device_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
