@@ -151,9 +151,7 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
         return {}
     if not all(str(file).endswith(".safetensors") for file in files):
         for file in files:
-            _check_all_are_said(
-                model, files, torch.load(file, "meta", weights_only=True, mmap=is_zipfile(file))
-            )
+            _check_all_are_said(model, files, _entries(file))
         return {}
     coded = dict(_coded(model))
     known = {key: name for name in coded for key in _names(model, name)}
@@ -195,6 +193,14 @@ def check_files(model: PreTrainedModel, files: list[str] | None) -> dict[str, st
             "model that is saved, not on a model in it, and save it again"
         )
     return places
+
+
+def _entries(file: str) -> Iterable[str]:
+    """The names in a file of torch, which is read whole if it is of the format before zip files."""
+    mapped = is_zipfile(file)
+    device = "meta" if mapped else "cpu"
+    entries: dict[str, Tensor] = torch.load(file, device, weights_only=True, mmap=mapped)
+    return entries
 
 
 def _check_all_are_said(model: PreTrainedModel, files: list[str], keys: Iterable[str]) -> None:
