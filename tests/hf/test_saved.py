@@ -159,16 +159,21 @@ def test_other_files_hold_the_state_dict_too(tmp_path: Path) -> None:
     other.load_state_dict(load_file(tmp_path / FILE))
     check_same(model, other)
     model.config.save_pretrained(tmp_path / "bin")
-    for as_zip in (True, False):
-        torch.save(
-            model.state_dict(), tmp_path / "bin" / "pytorch_model.bin",
-            _use_new_zipfile_serialization=as_zip,
-        )  # fmt: skip
-        check_same(model, type(model).from_pretrained(tmp_path / "bin"))
+    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    check_same(model, type(model).from_pretrained(tmp_path / "bin"))
     given = type(model).from_pretrained(
         None, config=model.config, state_dict=copy.deepcopy(model.state_dict())
     )
     check_same(model, given)
+
+
+def test_files_of_the_format_before_zip_files_load(tmp_path: Path) -> None:
+    model = quantized("int8_w8a16")
+    model.config.save_pretrained(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(model.state_dict(), file, _use_new_zipfile_serialization=False)
+    # Of such files transformers does not find out the dtype.
+    check_same(model, type(model).from_pretrained(tmp_path, dtype=model.dtype))
 
 
 def test_prepared_weights_are_saved_as_they_were_loaded(

@@ -161,7 +161,7 @@ def guarded_empty(*shape, **kw):
     return torch.full((size + GUARD,), 7, **kw)[:size].view(shape)
 
 
-def queued(tiles, n_tiles, blocks):
+def queued(tiles, n_tiles, blocks, block_m):
     """What the items of the warp-specialised kernel's queue are, by the kernel's own functions."""
     table = tiles.table.flatten().tolist()
     fake = SimpleNamespace(
@@ -170,27 +170,28 @@ def queued(tiles, n_tiles, blocks):
         minimum=min,
         num_programs=lambda axis: blocks,
     )
-    with patch.object(tile_scheduler, "gl", fake):
-        queue = tile_scheduler.queue_of.fn(0, n_tiles)
+    with patch.object(tile_scheduler, "gl", fake), patch.object(tile_scheduler, "FEWEST_CUT", 128):
+        queue = tile_scheduler.queue_of.fn(0, n_tiles, block_m)
         for item in range(queue[-1] + 1):
-            yield tile_scheduler.tile_of.fn(tile_scheduler.look_up.fn(item, queue), queue, 128)
+            yield tile_scheduler.tile_of.fn(tile_scheduler.look_up.fn(item, queue), queue, block_m)
 
 
 @in_turn(
+    pytest.mark.parametrize("block_m", [128, 16, 256]),
     pytest.mark.parametrize("blocks", [7, 132, 400]),
     pytest.mark.parametrize("n_tiles", [1, 3, 8]),
     pytest.mark.parametrize(
         "counts", [(0, 300, 64, 65, 0, 129, 2304), (0, 70, 1, 33), (1, 9, 130)]
     ),
 )
-def test_the_queue_holds_every_row_of_every_tile_once(counts, n_tiles, blocks):
+def test_the_queue_holds_every_row_of_every_tile_once(counts, n_tiles, blocks, block_m):
     ends = torch.tensor(counts).cumsum(0).to(torch.int32).to(DEVICE)
-    *items, after = queued(tile_map(ends, sum(counts), 128), n_tiles, blocks)
+    *items, after = queued(tile_map(ends, sum(counts), block_m), n_tiles, blocks, block_m)
     assert after[0] == -1
     seen = Counter()
     for expert, end, row, n in items:
         assert end <= ends[expert] and row >= (ends[expert - 1] if expert else 0)
-        seen.update((r, n) for r in range(row, min(end, row + 128)))
+        seen.update((r, n) for r in range(row, min(end, row + block_m)))
     assert seen == Counter((r, n) for r in range(sum(counts)) for n in range(n_tiles))
 
 
