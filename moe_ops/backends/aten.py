@@ -19,7 +19,7 @@ from moe_ops.ops.expert_gemm import (
     row_experts,
     used_rows,
 )
-from moe_ops.ops.expert_wgrad import ExpertWgradCall, expert_wgrad
+from moe_ops.ops.expert_wgrad import ExpertWgradCall, check_names, expert_wgrad
 from moe_ops.ops.expert_wgrad_onto import ExpertWgradOntoCall, expert_wgrad_onto
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.registry.gradients import needs_grad
@@ -136,6 +136,7 @@ def _wgrad_per_expert(call: ExpertWgradCall) -> Tensor:
     # Of which neither the rows nor their sum lose anything: the sum is what is rounded.
     dtype = torch.promote_types(a_RM.dtype, call.dtype)
     ends = checked_ends(call.ends_E, call.rows)
+    check_names(call, ends[-1])
     # Zeros for all would take a sixth of a backward.
     w_EMN = a_RM.new_empty(len(ends), a_RM.shape[1], b_RN.shape[1], dtype=call.dtype)
     start = 0
@@ -165,7 +166,9 @@ def _rows_from(call: ExpertWgradCall, start: int, end: int) -> tuple[Tensor, Ten
 def wgrad_onto_per_expert(call: ExpertWgradOntoCall) -> None:
     """`expert_wgrad_onto` by a product for each expert that has rows; named rows are copied."""
     start, sum_EMN = 0, call.sum_EMN
-    for e, end in enumerate(checked_ends(call.wgrad.ends_E, call.wgrad.rows)):
+    ends = checked_ends(call.wgrad.ends_E, call.wgrad.rows)
+    check_names(call.wgrad, ends[-1])
+    for e, end in enumerate(ends):
         if end > start:
             a, b = _rows_from(call.wgrad, start, end)
             # A product that adds by itself would not round as a sum of results does.

@@ -90,13 +90,14 @@ def expert_wgrad(call: ExpertWgradCall) -> Tensor:
     int32 [E]; a_rows_R, b_rows_R: int32 [R]. Sums are taken in float32. The result [E, M, N] has
     a's dtype, or the one named by out_dtype.
 
-    Raises ValueError or TypeError for wrong shapes, dtypes or devices.
+    Raises ValueError or TypeError for wrong shapes, dtypes or devices, and ValueError on a CPU for
+    names that name no row, but of unused rows.
 
     This definition makes an outer product of every row: exact, traceable, and meant for small R.
     """
     R, E = call.rows, call.ends_E.shape[0]
     if readable(call.ends_E):
-        checked_ends(call.ends_E, R)
+        check_names(call, checked_ends(call.ends_E, R)[-1])
     used_R = used_rows(call.ends_E, R)
     a_RM = wide(rows_of(call.a_RM, call.a_rows_R, used_R))
     b_RN = wide(rows_of(call.b_RN, call.b_rows_R, used_R))
@@ -104,6 +105,23 @@ def expert_wgrad(call: ExpertWgradCall) -> Tensor:
     w_EMN = a_RM.new_zeros(E, a_RM.shape[1], b_RN.shape[1])
     outer_RMN = a_RM[:, :, None] * b_RN[:, None, :]
     return w_EMN.index_add(0, row_experts(call.ends_E, R), outer_RMN).to(call.dtype)
+
+
+def check_names(call: ExpertWgradCall, used: int) -> None:
+    """Raise ValueError if one of the first names, which belong to used rows, names none. Names on
+    a GPU are not read, as that would wait for it."""
+    for what, name, t, rows_R in (
+        ("a_RM", "a_rows_R", call.a_RM, call.a_rows_R),
+        ("b_RN", "b_rows_R", call.b_RN, call.b_rows_R),
+    ):
+        if rows_R is None or not rows_R.is_cpu or used == 0:
+            continue
+        low, high = (int(end) for end in rows_R[:used].aminmax())
+        if low < 0 or high >= t.shape[0]:
+            raise ValueError(
+                f"{name} names rows {low} to {high} of {what}, which has {t.shape[0]}; name rows "
+                "that there are, but where ends_E leaves a row out"
+            )
 
 
 def rows_of(t_RN: Tensor, rows_R: Tensor | None, used_R: Tensor) -> Tensor:
