@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,16 @@ class Coded(NamedTuple):
     def row(self) -> int:
         """The words or bytes of a row, as `as_stored` has them."""
         return as_stored(self.weights[0], self.weight).shape[1]
+
+    def results(
+        self, x_TK: Tensor, launch: Callable[[Coded, Sequence[Tensor]], None]
+    ) -> list[Tensor]:
+        """[T, N] of each layer, which `launch` fills for MOST of them at a time."""
+        outs = [x_TK.new_empty(x_TK.shape[0], n) for n in self.sizes]
+        for first in range(0, len(outs), MOST):
+            part = slice(first, first + MOST)
+            launch(self.part(part), outs[part])
+        return outs
 
     def arguments(self, outs: Sequence[Tensor], in_words: bool = False) -> tuple[Any, ...]:
         """What a kernel takes of these layers, of which a launch has MOST: addresses of codes,

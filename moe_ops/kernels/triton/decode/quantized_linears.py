@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import in_words
 from moe_ops.kernels.triton.decode.coded import Coded, one_of
-from moe_ops.kernels.triton.decode.linears import MOST, rows_of, write_columns
+from moe_ops.kernels.triton.decode.linears import rows_of, write_columns
 from moe_ops.kernels.triton.decode.norm import norm_of, norm_rows
 from moe_ops.kernels.triton.decode.quantized_linears_plan import QuantizedLinearsPlan, plan_for
 from moe_ops.kernels.triton.decode.quantized_row import multiplies_row, run_normed_row, run_row
@@ -78,11 +78,7 @@ def run_normed(
 
 def _run(x_TK: Tensor, K: int, layers: Coded, plan: QuantizedLinearsPlan | None) -> list[Tensor]:
     """Products of x as it is multiplied: in the order in which codes of K columns are decoded."""
-    outs = [x_TK.new_empty(x_TK.shape[0], n) for n in layers.sizes]
-    for first in range(0, len(outs), MOST):
-        part = slice(first, first + MOST)
-        _launch(x_TK, K, layers.part(part), outs[part], plan)
-    return outs
+    return layers.results(x_TK, lambda part, outs: _launch(x_TK, K, part, outs, plan))
 
 
 def _launch(

@@ -46,11 +46,7 @@ def run_row(x_TK: Tensor, layers: Coded, plan: QuantizedRowPlan | None = None) -
 
     Codes, scales and sums are multiplied in float32, and rounded once; the same in every run.
     """
-    outs = [x_TK.new_empty(1, n) for n in layers.sizes]
-    for first in range(0, len(outs), MOST):
-        part = slice(first, first + MOST)
-        _launch(x_TK, layers.part(part), outs[part], plan)
-    return outs
+    return layers.results(x_TK, lambda part, outs: _launch(x_TK, part, outs, plan))
 
 
 @on_its_device

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_ops.kernels.triton.decode.coded import Coded
-from moe_ops.kernels.triton.decode.linears import MOST
 from moe_ops.kernels.triton.decode.quantized_linears_plan import stream_plan_for
 from moe_ops.kernels.triton.experts.call import DTYPES
 from moe_ops.kernels.triton.experts.products.register_stream import Stream
@@ -26,11 +25,7 @@ def run_stream(x_TK: Tensor, layers: Coded, plan: Stream | None = None) -> list[
     Values of codes are multiplied in the dtype of x; sums are in float32, rounded once; the same in
     every run.
     """
-    outs = [x_TK.new_empty(x_TK.shape[0], n) for n in layers.sizes]
-    for first in range(0, len(outs), MOST):
-        part = slice(first, first + MOST)
-        _launch(x_TK, layers.part(part), outs[part], plan)
-    return outs
+    return layers.results(x_TK, lambda part, outs: _launch(x_TK, part, outs, plan))
 
 
 def _launch(x_TK: Tensor, layers: Coded, outs: Sequence[Tensor], plan: Stream | None) -> None:
