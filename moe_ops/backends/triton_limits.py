@@ -23,17 +23,18 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # bits and whether rows have one scale for a step of columns, and of large experts by the bits.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
-# Codes of four bits have tiles of few tokens. With 8 rows an expert qwen3_30b took 124 µs by
-# triton.rows and 125 by tiles in int4, 138 and 132 in mxfp4; with 4 rows 107 and 130 in mxfp4. So
-# did large experts: 349 and 398 with 4 rows, 474 and 407 with 8 (int4, 64 experts of 4096 x 3072).
-# Those of six bits were measured as four were before they had such tiles.
+# Codes of four and eight bits have tiles of few tokens. With 8 rows an expert qwen3_30b took 124 µs
+# by triton.rows and 125 by tiles in int4, 138 and 132 in mxfp4, 208 and 181 in float8; with 4 rows
+# 107 and 130 in mxfp4, 170 and 174 in float8. Large experts (64 of 4096 x 3072) took 349 and 398
+# with 4 rows in int4, 474 and 407 with 8, and 705 and 614 in float8. Those of six bits were
+# measured as four were before they had such tiles.
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
 MOST_ROWS_AS_STORED = {
-    (4, True): 8, (4, False): 6, (6, True): 32, (6, False): 28, (8, True): 32, (8, False): 32,
+    (4, True): 8, (4, False): 6, (6, True): 32, (6, False): 28, (8, True): 5, (8, False): 5,
 }  # fmt: skip
-MOST_ROWS_OF_LARGE_AS_STORED = {4: 6, 6: 24, 8: 24}
+MOST_ROWS_OF_LARGE_AS_STORED = {4: 6, 6: 24, 8: 5}
 # With HUGE elements of W2 4 rows of mixtral_8x7b took 262 µs by triton.rows and 251 by tiles in
-# int4, 299 and 261 in mxfp4; 2 rows 229 and 250 in mxfp4.
+# int4, 299 and 261 in mxfp4, 386 and 373 in float8; 2 rows 229 and 250 in mxfp4.
 HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
 
 
@@ -72,7 +73,7 @@ def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
     weight = weight_of(call)
     bits = weight.bits
     if as_stored and refuse_registers(call) is None:
-        if bits == 4 and math.prod(call.widths) >= HUGE:
+        if bits != 6 and math.prod(call.widths) >= HUGE:
             return MOST_ROWS_OF_HUGE
         if _is_large(call):
             return MOST_ROWS_OF_LARGE_AS_STORED[bits]
