@@ -21,6 +21,8 @@ INPUT_COLUMNS = 128
 WHOLE_SCALES = ("row", "tensor")
 # Inputs whose scales leave the sum, as those of their weights do, which have the same elements.
 BY_ROW = tuple(f"{e}:{group}" for e in ("float8_e4m3fn", "int8") for group in WHOLE_SCALES)
+# Inputs that are multiplied with weights of four bits as codes, where others emulate them.
+FLOAT8_INPUTS = (*(f"{FLOAT8}:{group}" for group in WHOLE_SCALES), "mxfp8")
 MOST_COLUMNS_OF_INT8 = (2**31 - 1) // (127 * 128)  # whose products an int32 has room for
 CHUNK = 64  # columns of a result that share the scales of a weight, for many rows an expert
 
@@ -52,9 +54,8 @@ def refusal_of_float8(w_format: str, x_format: str) -> str | None:
     """Why weights of four bits are not multiplied with inputs of float8 as such, for many rows an
     expert on Hopper (`grouped_float8_tokens.py`), or None. Other kernels emulate these inputs."""
     format, inputs = Format.of(w_format), inputs_of(w_format, x_format)
-    if inputs is None or Format.of(x_format).element != FLOAT8 or inputs.scale not in WHOLE_SCALES:
-        wanted = " or ".join(f"{FLOAT8}:{group}" for group in WHOLE_SCALES)
-        return f"multiplies inputs of {wanted}, got {x_format or 'floats'}"
+    if inputs is None or Format.of(x_format).name not in FLOAT8_INPUTS:
+        return f"multiplies inputs of {', '.join(FLOAT8_INPUTS)}, got {x_format or 'floats'}"
     across = format.group[1]
     if format.element not in FOUR_BITS or format.has_global_scale:
         return f"decodes {', '.join(FOUR_BITS)} without a global scale to float8, got {w_format}"

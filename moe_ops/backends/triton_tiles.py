@@ -188,10 +188,10 @@ MOST_OF_FLOAT8_TILE = {(16, 1): 12, (32, 1): 24, (64, 1): 48, (128, 1): math.inf
 MOST_FLOAT8_STAGES = 20
 
 
-def float8_tile(tokens: int, blocks: int) -> Float8Tile:
-    """A tile with as many stages as fit."""
+def float8_tile(tokens: int, blocks: int, group: int = 0) -> Float8Tile:
+    """A tile with as many stages as fit, of tokens with a scale for so many columns, if any."""
     memory = (BLOCK_MEMORY if blocks == 1 else OF_A_PAIR) - STORED
-    stage = STEP * (tokens + 64)
+    stage = STEP * (tokens + 64) + (4 * STEP // group * tokens if group else 0)
     return Float8Tile(tokens, stages_within(memory, stage, MOST_FLOAT8_STAGES), blocks)
 
 
@@ -202,7 +202,9 @@ def of_float8(
     experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
     per_expert = ids_TK.numel() / experts
     tile = next(tile for tile, most in MOST_OF_FLOAT8_TILE.items() if per_expert <= most)
-    return float8_tile(*tile)
+    inputs = _codes(layer).inputs
+    assert inputs is not None
+    return float8_tile(*tile, 32 if inputs.scale == "e8m0" else 0)
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:

@@ -93,7 +93,7 @@ class Ring:
 
 def boxes_of(w: Weights, tile: Any, sizes: Any, step: int, act: Act) -> tuple[Tensor, ...]:
     """The boxes that are copied of a step; zeros where there is nothing."""
-    how = (weight_of(w.format, ""), SimpleNamespace(tokens=T), act)
+    how = (weight_of(w.format, ""), SimpleNamespace(tokens=T), 0, act)
     left, right, _ = functions()["_boxes_of_tile"](0, tile, (None, None), None, sizes, how)
     rows = w.values.view(torch.int32).flatten(0, 1)
     pair = (rows[::2], rows[1::2]) if act.interleaved else (rows, rows)
@@ -116,9 +116,10 @@ def sums_of_consumer(w: Weights, x: Tensor, at: Any, LOWER: int, act: Act) -> Te
         stored = f["load_factors"](ptr, factors, i, W)
         less = f["_load_zeros"](zero_ptr, factors, i, W)
         if f["folds"](W):
-            stored = (f["four_scales"](ptr, factors, i, W),)
-            near = f["are_near"](stored[0])
-            less, groups = f["tables_of"](stored[0], near), 1 if near else 4
+            four = f["four_scales"](ptr, factors, i, W)
+            stored = four, f["largest_of"](four)
+            near = f["are_near"](*stored)
+            less, groups = f["tables_of"](*stored, near), 1 if near else 4
         words = f["load_words"](Ring(boxes_of(w, tile, sizes, i, act)), 0, LOWER, act.gated)
         parts = tuple(f["parted_unit"](words, less, u, W) for u in range(4))
         units = [f["operand_of"](codes, None) for codes in f["_bytes"](parts, W)]

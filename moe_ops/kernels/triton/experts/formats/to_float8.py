@@ -35,10 +35,11 @@ def looked_up(low, high, nibbles):
 @gluon.jit
 def _of_float4(w, more):
     """(magnitudes, signs) of the first four and of the last four codes of words, whose exponents
-    are so much more, if they are: -5 to 6."""
-    low, high = w * 0 + 0x3C383000, w * 0 + 0x4C484440  # 0, 0.5, 1, 1.5 and 2, 3, 4, 6
-    if more is not None:
-        low, high = low + more * 0x08080800, high + more * 0x08080808
+    are more by `more` - 5, from 0 to 11, if they are."""
+    if more is None:
+        low, high = w * 0 + 0x3C383000, w * 0 + 0x4C484440  # 0, 0.5, 1, 1.5 and 2, 3, 4, 6
+    else:
+        low, high = more * 0x08080800 + 0x14100800, more * 0x08080808 + 0x24201C18
     named = w & 0x77777777
     odd, even = w, w << 4
     return (

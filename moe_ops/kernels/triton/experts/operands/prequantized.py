@@ -21,7 +21,7 @@ TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes
 def copy_to_rows_kernel(
     codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_scale, T,
     K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
-    BG: tl.constexpr, ARRANGED: tl.constexpr, PDL: tl.constexpr,
+    BG: tl.constexpr, KIND: tl.constexpr, ARRANGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BW words of the codes of BT tokens, written to each of their rows; the first one
     of these tokens copies their scales. ARRANGED: as `in_float8_order` says, which keeps words."""
@@ -33,7 +33,7 @@ def copy_to_rows_kernel(
     here = (t < T)[:, None]
     words = tl.load(codes_ptr + t_T1 * W + w, mask=here & (w < W), other=0)
     mine = here & (g < tl.where(tl.program_id(1) == 0, G, 0))
-    scales = tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0.0)
+    scales = scale_of(tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0), KIND)
     place = w // 8 * 8 + w % 2 * 4 + w % 8 // 2 if ARRANGED else w
     for k in range(K):
         row = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1).to(tl.int64)[:, None]
@@ -48,7 +48,7 @@ def in_rows(
     as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words."""
     (T, D), R, G = x_TD.shape, inverse_R.numel(), scale_TG.shape[1]
     codes_RD = x_TD.new_empty(R, D)
-    scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
+    scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16, dtype=torch.float32)
     W = D // 4
     BW = min(WORDS, triton.next_power_of_2(W))
     launch(
@@ -56,7 +56,8 @@ def in_rows(
         x_TD.view(torch.int32), scale_TG, inverse_R, codes_RD.view(torch.int32), scale_GR,
         scale_GR.stride(0), T,
         K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G),
-        ARRANGED=arranged, num_warps=4, **pdl_options(x_TD),
+        KIND="float32" if scale_TG.dtype == torch.float32 else "e8m0", ARRANGED=arranged,
+        num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
     return codes_RD, scale_GR
 

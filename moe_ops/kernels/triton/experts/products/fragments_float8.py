@@ -144,44 +144,38 @@ def four_scales(ptr, at, i, W: gl.constexpr):
 
 
 @gluon.jit
-def _largest(four):
+def largest_of(four):
     """The largest of four bytes."""
     first = gl.maximum(four & 0xFF, (four >> 8) & 0xFF)
     return gl.maximum(first, gl.maximum((four >> 16) & 0xFF, (four >> 24) & 0xFF))
 
 
 @gluon.jit
-def are_near(four):
-    """Whether the scales of a stage are numbers, and of each row within 2**11 of each other: then
-    codes times the scale over 2**-6 of the largest are 0, or normal numbers of e4m3."""
-    first = gl.minimum(four & 0xFF, (four >> 8) & 0xFF)
-    least = gl.minimum(first, gl.minimum((four >> 16) & 0xFF, (four >> 24) & 0xFF))
-    largest = _largest(four)
-    far = gl.maximum(largest - least, gl.where(largest == 255, 255, 0))
-    return gl.max(far, 0) <= 11
+def are_near(four, largest):
+    """Whether the scales of a stage are, of each row, within 2**11 of each other: then codes times
+    their scale over 2**-6 of the largest are 0, or normal numbers of e4m3."""
+    least = gl.minimum(four & 0xFF, (four >> 8) & 0xFF)
+    least = gl.minimum(least, gl.minimum((four >> 16) & 0xFF, (four >> 24) & 0xFF))
+    return gl.max(largest - least, 0) <= 11
 
 
 @gluon.jit
-def tables_of(four, near):
-    """By how much the exponents of each group's codes are more, in rows of words; 0 if scales are
-    not near."""
-    least = _largest(four) - 6
-    more = ()
-    for g in gl.static_range(UNITS):
-        shift = gl.where(near, ((four >> (8 * g)) & 0xFF) - least, 0)
-        shift = gl.convert_layout(shift, gl.SliceLayout(1, UNIT), assert_trivial=True)
-        more = more + (shift,)  # noqa: RUF005
-    return more
+def tables_of(four, largest, near):
+    """By how much the exponents of each group's codes are more, and 5, in rows of words; 5 if
+    scales are not near."""
+    more = gl.where(near, four - (largest - 11) * 0x01010101, 0x05050505)
+    more = gl.convert_layout(more, gl.SliceLayout(1, UNIT), assert_trivial=True)
+    return more & 0xFF, (more >> 8) & 0xFF, (more >> 16) & 0xFF, (more >> 24) & 0xFF
 
 
 @gluon.jit
 def scale_at(stored, g: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr):
     """The scales of group g, of so many of a stage, of what `load_factors` gave; where they are
-    part of the codes, what is not."""
+    part of the codes, what is not: 2**-6 of the largest, which is behind them."""
     KIND: gl.constexpr = W.kind
     if stored[0].dtype == gl.int32:
         if GROUPS == 1 and W.across == 32:
-            return scale_of(_largest(stored[0]), KIND) * 0.015625
+            return scale_of(stored[1], KIND) * 0.015625
         else:
             return scale_of((stored[0] >> (8 * g)) & 0xFF, KIND)
     else:

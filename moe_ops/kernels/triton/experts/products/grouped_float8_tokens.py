@@ -6,16 +6,18 @@ As in `grouped_registers.py` weights are the first and tokens the second operand
 of W by up to 128 tokens, and what it makes is stored transposed. Tokens are quantised ahead of each
 product. Columns with one scale of W make a sum of their own, which is multiplied by it and added in
 float32; so are 128 columns at most, as the unit adds with fewer bits. The scale of a token is
-multiplied into the sum of all columns.
+multiplied into the sum of all columns; those of its groups of columns come with it, and are
+multiplied into the sum of each.
 
     rows of x   in the order of experts, their columns in that of `order.in_float8_order`: so is h
     first       h: the gate and up values of one column are in one thread
     second      y, which is summed by token
 
 What the functions below share is as in `skeleton.py`, and
-    rings   stages of codes (two boxes each), and of tokens; barriers
+    rings   stages of codes (two boxes each); of tokens, and of their scales if they have any; barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
-    scales  scales and zero points of W, scales of rows of x
+    scales  scales and zero points of W; scales of rows of x, if these leave the sum
+    EACH    how many scales a token has in a stage; 0 if they leave the sum
     output  bias or None, pointer
     accs    sums of the tokens of a tile, so many at a time
 """
@@ -101,17 +103,21 @@ def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
 @gluon.jit
 def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     """A step of codes and of tokens."""
-    codes, tokens, _, _ = rings
+    codes, of_tokens, _, _ = rings
+    tokens = of_tokens[0]
     descs, _ = source
-    x_desc, left_desc, right_desc = descs
+    x_desc, x_scale_desc, left_desc, right_desc = descs
     left, right, filled = at
     TOKENS: gl.constexpr = HOW[1].tokens
+    EACH: gl.constexpr = HOW[2]
     PART: gl.constexpr = box_of(TOKENS)
-    CODES: gl.constexpr = ROWS * (STEP // 2)
+    CODES: gl.constexpr = ROWS * (STEP // 2) + 4 * EACH * TOKENS
     for b in gl.static_range(TOKENS // PART):
         mbarrier.expect(bar, CODES + (b + 1) * PART * STEP, pred=filled == b + 1)
     tma_load(left_desc, [left, i * 16], bar, codes.index(2 * stage))
     tma_load(right_desc, [right, i * 16], bar, codes.index(2 * stage + 1))
+    if EACH > 0:
+        tma_load(x_scale_desc, [i * EACH, tile[2]], bar, of_tokens[1].index(stage))
     for b in gl.static_range(TOKENS // PART):
         place = tokens.index(stage).slice(b * PART, PART)
         tma_load(x_desc, [tile[2] + b * PART, i * STEP], bar, place, pred=b < filled)
@@ -202,13 +208,15 @@ def _add_stage(
     operands: see `grouped_registers.py`. After the last stage that is whatever lies there. Codes
     are integers from one stage to the next: Triton would take others apart, one by one.
     """
-    codes, tokens, full, empty = rings
+    codes, of_tokens, full, empty = rings
+    tokens = of_tokens[0]
     STAGES: gl.constexpr = full.shape[0]
+    EACH: gl.constexpr = of_tokens[1].shape[1] if len(of_tokens) == 2 else 0
     CHUNKS: gl.constexpr = len(accs)
     JOBS: gl.constexpr = GROUPS * CHUNKS
-    # Rarely taken, it leaves registers to the other way.
-    SPARES: gl.constexpr = T == 64 and FOLD and GROUPS == UNITS
-    DEPTH: gl.constexpr = 1 if SPARES else min(JOBS, in_flight(T))
+    # What is rarely taken leaves registers to the other way: it decodes when all sums are done.
+    RARE: gl.constexpr = FOLD and GROUPS == UNITS
+    DEPTH: gl.constexpr = 1 if FOLD and CHUNKS > 2 or RARE and T == 64 else min(JOBS, in_flight(T))
     SCALED: gl.constexpr = W.across != -1
     operands = _operands(bytes, GROUPS, T)
     place = tokens.index(step % STAGES)
@@ -221,12 +229,15 @@ def _add_stage(
     parts = ()
     for j in gl.static_range(JOBS):
         for u in gl.static_range(UNITS):
-            if u * JOBS // UNITS == j:
+            if u * JOBS // UNITS == j and not RARE:
                 parts = parts + (fragments.parted_unit(words, less, u, W),)  # noqa: RUF005
         begun = _wait(begun)
         done = begun[0]
         if SCALED:
             done = done * fragments.scale_at(stored, j // CHUNKS, GROUPS, W)[:, None]
+        if EACH > 0:
+            of_x = of_tokens[1].index(step % STAGES).slice(j // CHUNKS * EACH // GROUPS, 1)
+            done = done * of_x.slice(j % CHUNKS * T, T, dim=1).load(sums_layout(T))
         sums = ()
         for c in gl.static_range(CHUNKS):
             sums = sums + ((accs[c] + done) if c == j % CHUNKS else accs[c],)  # noqa: RUF005
@@ -238,6 +249,9 @@ def _add_stage(
             rest = rest + (_start(operands, place, j + DEPTH, CHUNKS, T),)  # noqa: RUF005
         begun = rest
     mbarrier.arrive(empty.index(step % STAGES))
+    if RARE:
+        for u in gl.static_range(UNITS):
+            parts = parts + (fragments.parted_unit(words, less, u, W),)  # noqa: RUF005
     return accs, _bytes(parts, W)
 
 
@@ -252,11 +266,11 @@ def _no_sums(CHUNKS: gl.constexpr, T: gl.constexpr):
 @gluon.jit
 def _multiply(
     rings, step, steps, sizes, scales, tile, LOWER: gl.constexpr, CHUNKS: gl.constexpr,
-    T: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr,
+    T: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """The sums of a consumer's rows of W with the tokens of a tile, T at a time."""
     w_scale_ptr, w_zero_ptr, _ = scales
-    GROUPS: gl.constexpr = fragments.groups_of(W)
+    GROUPS: gl.constexpr = max(fragments.groups_of(W), EACH)
     accs = _no_sums(CHUNKS, T)
     layout: gl.constexpr = gl.SliceLayout(1, sums_layout(T))
     at = fragments.factors_at(tile, sizes, LOWER, W, ACT, layout)
@@ -290,21 +304,28 @@ def _multiply_folded(
     first = fragments.four_scales(w_scale_ptr, at, 0, W)
     second = fragments.four_scales(w_scale_ptr, at, 1, W)
     third = fragments.four_scales(w_scale_ptr, at, 2, W)
-    near, next_near = fragments.are_near(first), fragments.are_near(second)
-    bytes = _decode_first(rings, step, fragments.tables_of(first, near), LOWER, W, ACT)
+    largest, next_largest = fragments.largest_of(first), fragments.largest_of(second)
+    near = fragments.are_near(first, largest)
+    next_near = fragments.are_near(second, next_largest)
+    tables = fragments.tables_of(first, largest, near)
+    bytes = _decode_first(rings, step, tables, LOWER, W, ACT)
     last = step + steps - 1
     for i in range(steps):
         fourth = fragments.four_scales(w_scale_ptr, at, i + 3, W)
-        tables = fragments.tables_of(second, next_near)
+        tables = fragments.tables_of(second, next_largest, next_near)
         if near:
             accs, bytes = _add_stage(
-                accs, bytes, (first,), tables, rings, step + i, last, LOWER, 1, T, W, ACT, True
+                accs, bytes, (first, largest), tables, rings, step + i, last, LOWER, 1, T, W, ACT,
+                True,
             )  # fmt: skip
         else:
             accs, bytes = _add_stage(
-                accs, bytes, (first,), tables, rings, step + i, last, LOWER, UNITS, T, W, ACT, True
+                accs, bytes, (first, largest), tables, rings, step + i, last, LOWER, UNITS, T, W,
+                ACT, True,
             )  # fmt: skip
-        near, next_near = next_near, fragments.are_near(third)
+        near, largest = next_near, next_largest
+        next_largest = fragments.largest_of(third)
+        next_near = fragments.are_near(third, next_largest)
         first, second, third = second, third, fourth
     return accs
 
@@ -368,22 +389,28 @@ def _store(sums, output, tile, sizes, LOWER: gl.constexpr, ACT: gl.constexpr):
 @gluon.jit
 def _run_tile(
     LOWER: gl.constexpr, step, k_steps, tile, output, rings, sizes, scales, CHUNKS: gl.constexpr,
-    T: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
+    T: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr, ACT: gl.constexpr, FOLD: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store a consumer's rows of W of a tile with at most so many tokens."""
     expert, end, row, n = tile
     w_scale_ptr, _, x_scale_ptr = scales
-    if fragments.folds(W) and FOLD:
+    if fragments.folds(W) and FOLD and EACH < UNITS:
         accs = _multiply_folded(
             rings, step, k_steps, sizes, scales, tile, LOWER, CHUNKS, T, W, ACT
         )  # fmt: skip
     else:
-        accs = _multiply(rings, step, k_steps, sizes, scales, tile, LOWER, CHUNKS, T, W, ACT)
+        accs = _multiply(
+            rings, step, k_steps, sizes, scales, tile, LOWER, CHUNKS, T, W, EACH, ACT
+        )  # fmt: skip
     LAYOUT: gl.constexpr = sums_layout(T)
     t = gl.arange(0, T, gl.SliceLayout(0, LAYOUT))
     for c in gl.static_range(CHUNKS):
-        x_scale = gl.load(x_scale_ptr + row + t, mask=row + t < end, other=0.0)
-        sums = accs[c] * (x_scale * to_float8.of_one(W))[None, :]
+        sums = accs[c]
+        if x_scale_ptr is not None:
+            x_scale = gl.load(x_scale_ptr + row + t, mask=row + t < end, other=0.0)
+            sums = sums * (x_scale * to_float8.of_one(W))[None, :]
+        elif to_float8.of_one(W) != 1.0:
+            sums = sums * to_float8.of_one(W)
         if W.across == -1:
             at = fragments.factors_at(tile, sizes, LOWER, W, ACT, gl.SliceLayout(1, LAYOUT))
             stored = fragments.load_factors(w_scale_ptr, at, 0, W)
@@ -402,57 +429,77 @@ def _product(
     W: gl.constexpr = HOW[0]
     TOKENS: gl.constexpr = HOW[1].tokens
     ACT: gl.constexpr = HOW[-1]
+    EACH: gl.constexpr = HOW[2]
     FOLD: gl.constexpr = HOW[1].fold
     T: gl.constexpr = min(TOKENS, 64)
+    CHUNKS: gl.constexpr = TOKENS // T
     PART: gl.constexpr = box_of(TOKENS)
-    if TOKENS == 16:
-        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, 1, T, W, ACT, FOLD)
-    elif row + PART < end:
-        CHUNKS: gl.constexpr = TOKENS // T
-        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, CHUNKS, T, W, ACT, FOLD)
+    if row + PART < end or TOKENS == PART:
+        _run_tile(
+            LOWER, step, k_steps, tile, output, rings, sizes, scales, CHUNKS, T, W, EACH, ACT, FOLD
+        )  # fmt: skip
+    elif CHUNKS > 1:
+        HALF: gl.constexpr = CHUNKS // 2
+        _run_tile(
+            LOWER, step, k_steps, tile, output, rings, sizes, scales, HALF, T, W, EACH, ACT, FOLD
+        )  # fmt: skip
     else:
-        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, 1, PART, W, ACT, FOLD)
+        _run_tile(
+            LOWER, step, k_steps, tile, output, rings, sizes, scales, 1, PART, W, EACH, ACT, FOLD
+        )  # fmt: skip
     return pending
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["n_tiles"])
 def _grouped_float8_tokens(
-    x_desc, w_desc, up_desc, x_scale_ptr, w_scale_ptr, w_zero_ptr, bias_ptr, out_ptr, tiles_ptr,
-    N, K, n_tiles, out_n, width, W: gl.constexpr, ACT: gl.constexpr, TILE: gl.constexpr,
+    x_desc, x_scale_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, bias_ptr, out_ptr, tiles_ptr,
+    N, K, n_tiles, out_n, width, W: gl.constexpr, EACH: gl.constexpr, ACT: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
     dealt = first_tile(tiles_ptr, n_tiles, TOKENS)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, STEP], x_desc.layout)
+    of_tokens = (tokens,)
+    if EACH > 0:
+        of_scales: gl.constexpr = x_scale_desc.layout
+        x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, EACH, TOKENS], of_scales)
+        of_tokens = (tokens, x_scales)
     codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS // 2, 16], w_desc.layout)
     source = (
-        (x_desc, w_desc, up_desc),
+        (x_desc, x_scale_desc, w_desc, up_desc),
         w_scale_ptr if TILE.prefetch and W.across != -1 and W.down == 1 else None,
     )
     specialize(
-        dealt, (codes, tokens), source, (bias_ptr, out_ptr), (None, None),
+        dealt, (codes, of_tokens), source, (bias_ptr, out_ptr), (None, None),
         (N, K, out_n, width), (w_scale_ptr, w_zero_ptr, x_scale_ptr), _boxes_of_tile, _copy, None,
-        _product, TOKENS, STEP, 1, STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1), HOW=(W, TILE, ACT),
+        _product, TOKENS, STEP, 1, STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1), HOW=(W, TILE, EACH, ACT),
         BLOCKS=TILE.blocks,
     )  # fmt: skip
 
 
 def launch(
-    x_RK: Tensor, x_scale_R: Tensor, w_ENW: Tensor, w_scale: Tensor, w_zero: Tensor | None,
+    x_RK: Tensor, x_scale: Tensor, w_ENW: Tensor, w_scale: Tensor, w_zero: Tensor | None,
     bias_EN: Tensor | None, out: Tensor, tiles: TileMap, tile: Float8Tile, weight: Weight, act: Act,
+    group: int = 0,
 ) -> None:  # fmt: skip
-    """Run one product over sorted rows of codes in the order of `in_float8_order`; its output is
-    in that order if `act` has a kind. The backend says which layers it takes."""
+    """Run one product over sorted rows of codes in the order of `in_float8_order`, by scales of
+    rows, or [groups, rows] of so many columns each; its output is in that order if `act` has a
+    kind. The backend says which layers it takes."""
     _, N, words = w_ENW.shape
-    gated, width = act.gated, out.shape[1]
+    gated, width, x_scale_desc, each = act.gated, out.shape[1], None, 0
     if weight.kind == "e8m0" and weight.across == 32 and w_scale.shape[2] % 4 == 0:
         w_scale = w_scale.view(torch.int32)
+    if group:
+        each = STEP.value // group
+        plain = gl.NVMMASharedLayout(0, 32, rank=2)
+        x_scale_desc = TensorDescriptor.from_tensor(x_scale, [each, tile.tokens], plain)
     skeleton.launch(
         _grouped_float8_tokens, x_RK, skeleton.boxes(x_RK, box_of(tile.tokens), STEP.value),
-        *_boxed(w_ENW, act.interleaved), x_scale_R, w_scale, w_zero,
+        x_scale_desc, None if group else x_scale, *_boxed(w_ENW, act.interleaved), w_scale, w_zero,
         None if bias_EN is None else bias_EN.contiguous(), out, tiles.table, N, words * 8,
         triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value), N // 2 if gated else N, width,
-        weight, act, tile, blocks=tile.blocks,
+        weight, each, act, tile, blocks=tile.blocks,
     )  # fmt: skip
 
 
@@ -466,9 +513,12 @@ def _boxed(w_ENW: Tensor, interleaved: bool) -> list[TensorDescriptor]:
 
 def _run_product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act) -> None:
     w, scale, zero, _, bias = stack
-    assert c.layer.weight is not None and x.scale is not None and scale is not None
-    words, weight = w.view(torch.int32), c.layer.weight
-    launch(x.values, x.scale, words, scale, zero, bias, out, c.tile_map, c.tiles, weight, act)
+    assert c.layer.codes is not None and x.scale is not None and scale is not None
+    words, weight, inputs = w.view(torch.int32), c.layer.codes.weight, c.layer.codes.float8
+    launch(
+        x.values, x.scale, words, scale, zero, bias, out, c.tile_map, c.tiles, weight, act,
+        inputs.group if inputs is not None else 0,
+    )  # fmt: skip
 
 
 run = Products(
