@@ -3,7 +3,7 @@
 they are multiplied.
 
 As in `grouped_registers.py` weights are the first and tokens the second operand: a tile is 128 rows
-of W by up to 128 tokens, and what it makes is stored transposed. Tokens are quantised ahead of each
+of W by up to 256 tokens, and what it makes is stored transposed. Tokens are quantised ahead of each
 product. Columns with one scale of W make a sum of their own, which is multiplied by it and added in
 float32; so are 128 columns at most, as the unit adds with fewer bits. The scale of a token is
 multiplied into the sum of all columns; those of its groups of columns come with it, and are
@@ -14,7 +14,8 @@ multiplied into the sum of each.
     second      y, which is summed by token
 
 What the functions below share is as in `skeleton.py`, and
-    rings   stages of codes (two boxes each); of tokens, and of their scales if they have any; barriers
+    rings   stages of codes, of two boxes each; of tokens, and of scales that come with them;
+            barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
     scales  scales and zero points of W; scales of rows of x, if these leave the sum
     EACH    how many scales a token has in a stage; 0 if they leave the sum
@@ -161,14 +162,15 @@ def _bytes(parts, W: gl.constexpr):
 def _operands(codes, GROUPS: gl.constexpr, T: gl.constexpr):
     """The first operands of a stage [64, columns], one of each group of columns."""
     LAYOUT: gl.constexpr = sums_layout(T)
-    units = ()
-    for u in gl.static_range(UNITS):
-        units = units + (fragments.operand_of(codes[u], LAYOUT),)  # noqa: RUF005
+    first = fragments.operand_of(codes[0], LAYOUT)
+    second = fragments.operand_of(codes[1], LAYOUT)
+    third = fragments.operand_of(codes[2], LAYOUT)
+    fourth = fragments.operand_of(codes[3], LAYOUT)
     if GROUPS == UNITS:
-        return units
+        return first, second, third, fourth
     else:
-        left = fragments.side_by_side(units[0], units[1], LAYOUT)
-        right = fragments.side_by_side(units[2], units[3], LAYOUT)
+        left = fragments.side_by_side(first, second, LAYOUT)
+        right = fragments.side_by_side(third, fourth, LAYOUT)
         if GROUPS == 2:
             return left, right
         else:
@@ -452,9 +454,9 @@ def _product(
 
 @gluon.jit(do_not_specialize=["n_tiles"])
 def _grouped_float8_tokens(
-    x_desc, x_scale_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, bias_ptr, out_ptr, tiles_ptr,
-    N, K, n_tiles, out_n, width, W: gl.constexpr, EACH: gl.constexpr, ACT: gl.constexpr,
-    TILE: gl.constexpr,
+    x_desc, x_scale_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, bias_ptr, out_ptr,
+    tiles_ptr, N, K, n_tiles, out_n, width, W: gl.constexpr, EACH: gl.constexpr,
+    ACT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
@@ -473,8 +475,8 @@ def _grouped_float8_tokens(
     specialize(
         dealt, (codes, of_tokens), source, (bias_ptr, out_ptr), (None, None),
         (N, K, out_n, width), (w_scale_ptr, w_zero_ptr, x_scale_ptr), _boxes_of_tile, _copy, None,
-        _product, TOKENS, STEP, 1, STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1), HOW=(W, TILE, EACH, ACT),
-        BLOCKS=TILE.blocks,
+        _product, TOKENS, STEP, 1, STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1),
+        HOW=(W, TILE, EACH, ACT), BLOCKS=TILE.blocks,
     )  # fmt: skip
 
 
