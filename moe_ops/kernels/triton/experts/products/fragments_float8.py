@@ -179,7 +179,7 @@ def scale_at(stored, g: gl.constexpr, GROUPS: gl.constexpr, W: gl.constexpr):
         else:
             return scale_of((stored[0] >> (8 * g)) & 0xFF, KIND)
     else:
-        return finite(scale_of(stored[g], KIND))
+        return finite(scale_of(stored[g * groups_of(W) // GROUPS], KIND))
 
 
 @gluon.jit
