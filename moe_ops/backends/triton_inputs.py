@@ -31,10 +31,14 @@ def inputs_of(w_format: str, x_format: str) -> Inputs | None:
 def _emulates(weights: Format, inputs: Format) -> bool:
     """Scales of eight bits stay exact. Products with a float32 scale of all columns are rounded
     once, where weights have fewer bits or scales of powers of two, so that codes are not multiplied
-    as such. A float32 scale of some columns has kernels of its own or none."""
+    as such. So are those with one of some columns, where weights are integers of fewer bits; else
+    such a scale has kernels of its own or none."""
     if inputs.scale != "float32":
         return inputs.group[1] in GROUPS
-    return inputs.group in WHOLE and (weights.bits < 8 or weights.scale == "e8m0")
+    if inputs.group in WHOLE:
+        return weights.bits < 8 or weights.scale == "e8m0"
+    few = weights.integer is not None and weights.bits < 8
+    return few and inputs.group[0] == 1 and inputs.group[1] in GROUPS
 
 
 def refusal_of_static(x_format: str, half: bool, scales: tuple[int, ...]) -> str | None:

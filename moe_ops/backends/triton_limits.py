@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moe_ops.backends.triton_hopper import refuse_many, refuse_registers
+from moe_ops.backends.triton_hopper import refuse_float8, refuse_many, refuse_registers
 from moe_ops.backends.triton_support import inputs_of, weight_of
 from moe_ops.kernels.triton import LARGE, TINY_PAIRS, TINY_TOKENS, one_a_step
 from moe_ops.ops.experts import ExpertsCall
@@ -22,6 +22,7 @@ MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
 MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
 MOST_ROWS_OF_LARGE_AS_STORED = 24
+MOST_ROWS_OF_FLOAT8 = 8  # where triton.grouped multiplies codes of four bits with those of float8
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
@@ -56,6 +57,8 @@ def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
         return None
     if call.x_format and inputs_of(call) is None:
         return MOST_ROWS_OF_QUANTIZED_INPUTS
+    if as_stored and refuse_float8(call) is None:
+        return MOST_ROWS_OF_FLOAT8
     weight = weight_of(call)
     bits = 8 if weight.bits == 8 else 4
     if as_stored and refuse_registers(call) is None:

@@ -204,7 +204,7 @@ def of_float8(
     tile = next(tile for tile, most in MOST_OF_FLOAT8_TILE.items() if per_expert <= most)
     inputs = _codes(layer).inputs
     assert inputs is not None
-    return float8_tile(*tile, 32 if inputs.scale == "e8m0" else 0)
+    return float8_tile(*tile, 0 if inputs.scale in ("row", "tensor") else inputs.group)
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:

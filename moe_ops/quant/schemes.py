@@ -40,6 +40,7 @@ FP8_WEIGHTS = _formats("float8_e4m3fn", "row tensor 128x128")
 FP8_INPUTS = _formats("float8_e4m3fn", "row tensor 1x128")
 INT8 = _formats("int8", "row tensor")
 INTEGER_GROUPS = "row 1x32 1x64 1x128"
+INT4 = _formats("int4 uint4", INTEGER_GROUPS)
 MX_BITS = {"mxfp4": 4, "mxfp6_e3m2": 6, "mxfp6_e2m3": 6}
 MX_INPUTS = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8")
 
@@ -55,7 +56,8 @@ BUILT_IN = (
     SchemeInfo(name="fp8_w8a16", weight_formats=FP8_WEIGHTS),
     SchemeInfo(name="int8_w8a8", weight_formats=INT8, input_formats=INT8),
     SchemeInfo(name="int8_w8a16", weight_formats=_formats("int8 uint8", INTEGER_GROUPS)),
-    SchemeInfo(name="int4_w4a16", weight_formats=_formats("int4 uint4", INTEGER_GROUPS)),
+    SchemeInfo(name="int4_w4a16", weight_formats=INT4),
+    SchemeInfo(name="int4_w_fp8_a", weight_formats=INT4, input_formats=FP8_INPUTS),
     *(SchemeInfo(name=f"{w}_w{n}a16", weight_formats=(w,)) for w, n in MX_BITS.items()),
     *(
         SchemeInfo(name=f"{w}_w_fp8_a", weight_formats=(w,), input_formats=FP8_INPUTS[:2])
@@ -151,10 +153,13 @@ def check_groups(inputs: Format | None, weights: Format | None) -> None:
             "(row), or for some columns of one (such as 1x128)"
         )
     if inputs.group in (TENSOR, ROW):
-        if weights.group not in (TENSOR, ROW) and weights.name not in PUBLISHED:
+        # Fewer bits are decoded before they are multiplied, with scales of groups.
+        whole = weights.group in (TENSOR, ROW) or weights.name in PUBLISHED
+        if not whole and weights.bits >= 8:
             raise ValueError(
                 f"inputs are {inputs.name} and weights {weights.name}: inputs with one scale per "
-                "token or tensor go with weights in groups of tensor or row"
+                "token or tensor go with weights in groups of tensor or row, or of fewer than 8 "
+                "bits"
             )
     elif weights.name in PUBLISHED and inputs.name not in PUBLISHED:
         raise ValueError(

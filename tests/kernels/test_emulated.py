@@ -30,13 +30,17 @@ from tests.kernels.test_quantized_experts import ODD, call_of
 
 F8 = torch.float8_e4m3fn
 EXACT = ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8", "mxfp8_e5m2", "float8_e4m3fn:1x64:e8m0")
-ROUNDED = ("nvfp4", "float8_e4m3fn:row", "float8_e4m3fn:tensor", "int8:row", "float6_e3m2:row")
+ROUNDED = (
+    "nvfp4", "float8_e4m3fn:row", "float8_e4m3fn:tensor", "int8:row", "float6_e3m2:row",
+    "float8_e4m3fn:1x64",
+)  # fmt: skip
 # The interpreter does not round what it converts to bfloat16.
 GRID = [(f, d) for f in (*EXACT, *ROUNDED) for d in (F16, BF16) if d is F16 or f in EXACT]
 SMALLER = replace(ODD, T=3, D=64, I=32)
 PAIRS = (
     ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4"), ("mxfp6_e3m2", "mxfp8"), ("mxfp8", "mxfp6_e2m3"),
     ("mxfp4", "float8_e4m3fn:row"), ("mxfp6_e2m3", "float8_e4m3fn:tensor"),
+    ("int4:1x32", "float8_e4m3fn:1x32"),
 )  # fmt: skip
 each_pair = pytest.mark.parametrize("formats", those_of(PAIRS[:1] + PAIRS[4:5], PAIRS), ids=str)
 each_kernel = pytest.mark.parametrize("kernel", ["rows", "grouped"])
@@ -68,7 +72,7 @@ def quantized(x_TD: Tensor, x_format: str, static: Tensor | None = None) -> Tens
 
 
 def emulated(x_TD: Tensor, x_format: str, static: Tensor | None = None) -> Tensor:
-    inputs = inputs_of("mxfp4", x_format)
+    inputs = inputs_of("mxfp4" if x_format != "float8_e4m3fn:1x64" else "int4:1x64", x_format)
     assert inputs is not None
     return emulate(x_TD, x_TD.shape[1], inputs, static)
 
@@ -262,7 +266,7 @@ def test_every_scheme_of_other_inputs_is_emulated() -> None:
     """But of 8 bits, whose codes are multiplied."""
     pairs = [pair for scheme in SCHEMES.values() for pair in scheme.pairs() if pair[1]]
     others = [(w, x) for w, x in pairs if not (w.startswith(("float8", "int8")))]
-    assert len(others) == 20
+    assert len(others) == 38
     call = call_of(ODD, "mxfp4", "mxfp4")
     with patch("torch.cuda.get_device_capability", return_value=HOPPER):
         assert all(inputs_of(*pair) is not None for pair in others)

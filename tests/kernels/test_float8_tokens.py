@@ -23,6 +23,7 @@ from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE
 from tests.kernels.test_grouped_float8 import arranged
 
+W = "int4:1x128"
 E, T, K, D = 5, 19, 3, 288
 
 
@@ -40,7 +41,7 @@ def codes_of(x_format: str, **given: Any) -> Codes:
     none = torch.empty(0, device=DEVICE)
     codes = Codes(
         w13_scale_EFG=none, w2_scale_EDG=none, w13_zero_EFG=None, w2_zero_EDG=None,
-        weight=weight_of("mxfp4", x_format), inputs=inputs_of("mxfp4", x_format), **given,
+        weight=weight_of(W, x_format), inputs=inputs_of(W, x_format), **given,
     )  # fmt: skip
     return with_float8(codes)
 
@@ -74,7 +75,8 @@ def wanted(x: Tensor, x_format: str, scale: Tensor | None = None) -> tuple[Tenso
 
 GIVEN = [
     ("float8_e4m3fn:row", False), ("float8_e4m3fn:row", True), ("float8_e4m3fn:tensor", False),
-    ("mxfp8", False), ("mxfp8", True),
+    ("mxfp8", False), ("mxfp8", True), ("float8_e4m3fn:1x128", False),
+    ("float8_e4m3fn:1x128", True),
 ]  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def test_tokens_in_the_rows_of_their_pairs(x_format: str, given: bool) -> None:
     check(got, values[pairs // K], scale_GT[:, pairs // K], inverse_R[pairs])
 
 
-@pytest.mark.parametrize("x_format", ["float8_e4m3fn:row", "mxfp8"])
+@pytest.mark.parametrize("x_format", ["float8_e4m3fn:row", "float8_e4m3fn:1x128", "mxfp8"])
 def test_rows_of_h_that_are_arranged(x_format: str) -> None:
     h_RI, codes = tokens(), codes_of(x_format)
     values, scale_GR = wanted(h_RI, x_format)

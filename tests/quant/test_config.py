@@ -98,10 +98,10 @@ def legal(weights: str, inputs: str) -> bool:
         return False
     if not inputs:
         return True
-    if x != w or w not in (FP8, "int8"):
+    if x != (FP8 if w in ("int4", "uint4") else w) or w == "uint8":
         return False
     if x_group in PLAIN_GROUPS:
-        return w_group in PLAIN_GROUPS
+        return w_group in PLAIN_GROUPS or w in ("int4", "uint4")
     return x_group.startswith("1x") and x_group[2:] == w_group.partition("x")[2]
 
 
@@ -196,7 +196,10 @@ def test_what_may_be_meant_by_no_format_is_told(given: dict[str, str], said: str
     assert str(raised.value).startswith(f"{name}: format {given[name]!r} ")
 
 
-@pytest.mark.parametrize("scheme", ["int4", "INT4_w4a16"])
-def test_what_may_be_meant_by_no_scheme_is_told(scheme: str) -> None:
-    with pytest.raises(ValueError, match=r"is unknown; .*; did you mean 'int4_w4a16'\?$"):
+@pytest.mark.parametrize(
+    ("scheme", "meant"),
+    [("int4", "'int4_w4a16' or 'int4_w_fp8_a'"), ("INT4_w4a16", "'int4_w4a16'")],
+)
+def test_what_may_be_meant_by_no_scheme_is_told(scheme: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"is unknown; .*; did you mean {meant}\?$"):
         QuantConfig.of(scheme)

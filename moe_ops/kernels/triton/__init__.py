@@ -110,8 +110,8 @@ class Inputs(NamedTuple):
     """A format of inputs that are emulated: rounded to its codes, which stay floats of 16 bits.
 
     Values have `mantissa` bits behind the first one, those below 2**`lowest` as many fewer, up to
-    `largest`, below 2**(`top` + 1). Scales are "e8m0" or "float8_e4m3fn" ones of `group` columns,
-    or "row" or "tensor": float32 ones.
+    `largest`, below 2**(`top` + 1). Scales are "e8m0", "float8_e4m3fn" or "float32" ones of `group`
+    columns, or "row" or "tensor": float32 ones.
     """
 
     lowest: int

@@ -2,9 +2,8 @@
 
 Codes of up to eight bits have few bits of mantissa, and so have scales of e8m0 and float8: their
 products are exact in 16 bits, and so are inputs that kernels of 16 bits multiply. Of float16 they
-stay within its range, and of its smallest step whole multiples, as the inputs are. A float32 scale,
-of a row or of all inputs, has more bits: products with it are rounded once, to the inputs' dtype.
-So has the global scale of a row above scales of float8. A static one is not among them, as the
+stay within its range, and of its smallest step whole multiples, as the inputs are. A float32 scale
+has more bits: products with it are rounded once, to the inputs' dtype. So has the global scale of a row above scales of float8. A static one is not among them, as the
 global scales of weights contain it.
 
 Codes are those of `quantize`, bit for bit: of the same divisions, rounded half to even.
@@ -57,6 +56,9 @@ def scales_of_groups(x_GC, common, LARGEST: tl.constexpr, TOP: tl.constexpr, SCA
         # 2**-127 is subnormal; its inverse is not.
         scale_G = tl.where(code_G == 0, 1 << 22, code_G << 23).to(tl.float32, bitcast=True)
         ratio_G = ((254 - code_G) << 23).to(tl.float32, bitcast=True)
+    elif SCALE == "float32":
+        scale_G = quantize.scale_of_largest(largest_G, LARGEST)
+        ratio_G = scale_G
     else:
         amax_G = largest_G.to(tl.float32, bitcast=True)
         scale_G = tl.div_rn(tl.div_rn(amax_G, LARGEST), common)
@@ -92,13 +94,13 @@ def emulate_kernel(
         common = quantize.scale_of_largest(bits, LARGEST)
     else:
         common = 1.0
-    if SCALE == "e8m0" or SCALE == "float8_e4m3fn":
+    if SCALE == "e8m0" or SCALE == "float8_e4m3fn" or SCALE == "float32":
         scale_G, ratio_G = scales_of_groups(x_GC, common, LARGEST, TOP, SCALE)
         if SCALE == "e8m0":
             ratio_GC = x_GC * ratio_G[:, None]
         else:
             ratio_GC = tl.where(ratio_G[:, None] == 0, 0.0, tl.div_rn(x_GC, ratio_G[:, None]))
-            if static_ptr is None:
+            if static_ptr is None and SCALE == "float8_e4m3fn":
                 scale_G *= common
         value_GC = rounded(ratio_GC, LOWEST, MANTISSA, LARGEST)
         # The scale of a group with a NaN is one; a global scale that is one leaves codes of zero.

@@ -89,14 +89,14 @@ def decode(x_TD: Tensor, codes: Codes) -> Tensor:
     (T, D), scale_TG = x_TD.shape, codes.x_scale_TG
     out = x_TD.new_empty(T, D, dtype=codes.result)
     whole = codes.inputs.scale == "row"
-    assert whole or codes.inputs.scale == "e8m0", codes.inputs.scale
+    assert whole or codes.inputs.scale in ("e8m0", "float32"), codes.inputs.scale
     BD = min(COLUMNS, triton.next_power_of_2(D))
     # As bytes: GPUs before 8.9 have no float8.
     values = x_TD if x_TD.dtype == torch.int8 else x_TD.view(torch.uint8)
     launch(
         decode_tokens_kernel, (T, triton.cdiv(D, BD)), values, scale_TG, out,
         D=D, GROUP=D if whole else codes.inputs.group,
-        ELEMENT=str(x_TD.dtype).removeprefix("torch."), KIND="float32" if whole else "e8m0", BD=BD,
-        num_warps=4, **pdl_options(x_TD),
+        ELEMENT=str(x_TD.dtype).removeprefix("torch."), 
+        KIND="e8m0" if codes.inputs.scale == "e8m0" else "float32", BD=BD, num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
     return out
