@@ -37,7 +37,7 @@ def format_of(parts: Parts, coding: Coding, block: Block, of_half: int | None = 
         return None
     if scale is None:
         raise ValueError(f"is {short(w.dtype)}, codes without a scale; complete the download")
-    if w.dtype == torch.int32 and coding.bits is not None:
+    if w.dtype in (torch.int32, torch.int8) and coding.bits is not None:
         return _integer(parts, scale, coding)
     columns = w.shape[-1]
     if w.dtype == torch.float8_e4m3fn:

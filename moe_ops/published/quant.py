@@ -34,7 +34,10 @@ def quant_of(found: Survey, codings: Codings, inputs: str | None) -> QuantConfig
         )
     for name in formats:
         static = format_of_inputs(name) if inputs is None else ""
-        if static and any(experts.input_scales for experts in found.experts.values()):
+        scaled = any(experts.input_scales for experts in found.experts.values())
+        if inputs is None and scaled and codings.inputs:
+            made = QuantConfig(weights=name, inputs=codings.inputs, static_inputs=True)
+        elif static and scaled:
             _check_symmetric_inputs(found)
             made = QuantConfig.with_static_inputs(name, static)
         else:

@@ -187,7 +187,7 @@ class Loading:
 
     def _coding_of(self, entry: Entry) -> Coding:
         """The checkpoint's coding, but for weights that it leaves unquantised."""
-        if not entry.plain or self.coding.weight is None:
+        if not entry.plain or self.coding.weight is None or self.coding.plainly:
             return self.coding
         return TRANSPOSED if self.style.transposed else PLAIN
 

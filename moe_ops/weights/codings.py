@@ -21,7 +21,16 @@ from moe_ops.weights.configuration import (
     read_json,
     text_of,
 )
-from moe_ops.weights.layouts import PLAIN, Block, Coding, awq, compressed, gptq, mxfp4_blocks
+from moe_ops.weights.layouts import (
+    PLAIN,
+    Block,
+    Coding,
+    awq,
+    compressed,
+    gptq,
+    mxfp4_blocks,
+    w4afp8,
+)
 
 NO_OP_READS = {
     "bitsandbytes": "of its weights those of 4 bits alone are read (NF4, FP4)",
@@ -40,6 +49,7 @@ AUTO_ROUND = {
     "auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq_v2", "auto_round": "gptq_v2",
     "auto_round:auto_awq": "awq",
 }  # fmt: skip
+FP8_BLOCK = 128, 128  # of W4AFP8
 PACKED = "pack-quantized"  # of compressed-tensors
 
 
@@ -48,7 +58,7 @@ class Said:
     """What a configuration says of a matrix: how it is laid out, and the rows and columns that
     share a scale if it is float8."""
 
-    layout: str = ""  # "gptq", "gptq_v2", "awq", "compressed", "mxfp4"; "" for plain
+    layout: str = ""  # "gptq", "gptq_v2", "awq", "compressed", "mxfp4", "w4afp8"; "" for plain
     bits: int = 4
     symmetric: bool = False
     block: Block = None
@@ -71,10 +81,12 @@ class Rule:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codings:
     """What is said of each matrix: by the first rule that matches its name, else by `rest`, which
-    is None where every matrix in codes has a rule. `file` says it, for errors."""
+    is None where every matrix in codes has a rule. `inputs`: of experts, what has one static scale
+    for all of them, if it is said. `file` says it, for errors."""
 
     rules: tuple[Rule, ...] = ()
     rest: Said | None = Said()
+    inputs: str = ""
     file: Path | None = None
 
     def says(self, module: str) -> Said | None:
@@ -164,7 +176,7 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
     if len(every) > 1:
         raise ValueError(
             f"{QUANTIZED} says of some matrices {' and of others '.join(map(_words, every))}; give "
-            "the coding of the experts: compressed(bits), gptq(bits)"
+            "the coding of the experts: compressed(bits), gptq(bits), w4afp8()"
         )
     return next(iter(every)).coding
 
@@ -172,9 +184,9 @@ def coding_of(config: Mapping[str, Any] | None) -> Coding:
 def codings_of(config: Mapping[str, Any], file: Path | None = None) -> Codings:
     """How a checkpoint with this `quantization_config` is coded.
 
-    Knows gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, auto-round and bitsandbytes of four
-    bits. Raises ValueError, with the reason, for others and for variants whose weights no op reads;
-    TypeError for values that are not of their kind.
+    Knows gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, w4afp8, auto-round and bitsandbytes
+    of four bits. Raises ValueError, with the reason, for others and for variants whose weights no
+    op reads; TypeError for values that are not of their kind.
     """
     config = object_of(config, QUANTIZED)
     method = text_of(config, "quant_method", "").lower()
@@ -192,6 +204,10 @@ def codings_of(config: Mapping[str, Any], file: Path | None = None) -> Codings:
         rest = Said(block=_block(config))  # bitsandbytes is decoded when it is read
     elif method == "mxfp4":
         rest = Said("mxfp4")
+    elif method == "w4afp8":  # of experts; linear layers are float8 in blocks
+        rules = (Rule(_compiled(r"(.*\.)?experts\.").match, Said("w4afp8")),)
+        found = Codings(rules=rules, rest=Said(block=_block(config) or FP8_BLOCK), file=file)
+        return replace(found, inputs="float8_e4m3fn:tensor")
     elif method == "moe_ops":
         raise ValueError(
             "quant_method 'moe_ops' is of a model that quantize_model quantised, and comes back by "
@@ -201,7 +217,7 @@ def codings_of(config: Mapping[str, Any], file: Path | None = None) -> Codings:
         reason = NO_OP_READS.get(method, "its layout is unknown")
         raise ValueError(
             f"quant_method {method!r} cannot be loaded: {reason}; dequantise the checkpoint, or "
-            "take one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, auto-round, "
+            "take one of gptq, awq, compressed-tensors, modelopt, fp8, mxfp4, w4afp8, auto-round, "
             "bitsandbytes of 4 bits"
         )
     return Codings(rules=rules, rest=rest, file=file)
@@ -213,7 +229,7 @@ def _coding(layout: str, bits: int, symmetric: bool) -> Coding:
         return replace(gptq(bits, plus_one=layout == "gptq"), symmetric=symmetric)
     if layout == "compressed":
         return replace(compressed(bits), symmetric=symmetric)
-    return {"": lambda: PLAIN, "awq": awq, "mxfp4": mxfp4_blocks}[layout]()
+    return {"": lambda: PLAIN, "awq": awq, "mxfp4": mxfp4_blocks, "w4afp8": w4afp8}[layout]()
 
 
 def _words(said: Said) -> str:

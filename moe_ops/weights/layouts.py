@@ -88,7 +88,8 @@ class Coding:
     `formats` are those that they hold exactly; all of them `decodes` to layers without a format.
     Where zero points are left out because all are the middle of the codes, it is `symmetric`.
     `block`: what shares a scale in float8 matrices, if the checkpoint says it; a layer's blocks may
-    have fewer rows, so that gate and up have none in common.
+    have fewer rows, so that gate and up have none in common. `plainly`: codes have the names of
+    weights in floats.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Coding:
     decodes: bool = False
     symmetric: bool = False
     block: Block = None
+    plainly: bool = False
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
         """The layout of weight, scale or zero of a layer of this format (None: not quantised).
@@ -214,6 +216,20 @@ def compressed(bits: int = 4) -> Coding:
         zero=Matrix(rows=Axis(place=0, values=per), convert=zeros),
         bits=bits,
     )
+
+
+def w4afp8() -> Coding:
+    """Experts of W4AFP8 checkpoints, as DeepSeek-R1 has them: int8 bytes of two four-bit integers
+    in two's complement along the columns, the first in the lower bits, with scales that multiply.
+    The layout is that which SGLang reads."""
+
+    def values(t: Tensor, format: Format) -> Tensor:
+        if t.dtype != torch.int8:
+            raise TypeError(f"codes must be int8, got {short(t.dtype)}; view them as int8")
+        return t.contiguous().view(torch.uint8) ^ 0x88  # int4 is stored with an offset of 8
+
+    packed = Matrix(columns=Axis(place=1, values=2), convert=values)
+    return Coding(name="W4AFP8", weight=packed, bits=4, symmetric=True, plainly=True)
 
 
 def mxfp4_blocks() -> Coding:

@@ -1,9 +1,8 @@
-"""Weights of four bits with tokens of float8 that are multiplied as codes, by every tile: right, and
-the same to the bit; each row by itself."""
+"""Weights of four bits with tokens of float8 that are multiplied as codes, by every tile: right,
+and the same to the bit; each row by itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -34,8 +33,8 @@ each_formats = pytest.mark.parametrize("formats", FORMATS, ids="+".join)
 
 
 def of_tile(call: ExpertsCall, tokens: int, blocks: int) -> Tensor:
-    group = 32 if call.x_format == "mxfp8" else 0
-    return run_experts("grouped/float8", call, tiles=float8_tile(tokens, blocks, group))
+    tile = float8_tile(tokens, blocks, call.x_format not in (ROW, TENSOR))
+    return run_experts("grouped/float8", call, tiles=tile)
 
 
 def same_by_all(call: ExpertsCall) -> Tensor:
@@ -123,7 +122,8 @@ def test_more_than_2_to_the_31_elements() -> None:
     call = layer_of("qwen3_30b", 700_000, ("mxfp4", ROW), BF16)
     assert call.ids_TK.numel() * call.widths[1] > 2**31
     got = of_tile(call, *FLOAT8_TILES[-1])
-    ids_TK, x_TD = call.ids_TK, call.x_TD
-    last: Callable[[Tensor], Tensor] = lambda t: t[-300:].contiguous()
-    few = replace(call, x_TD=last(x_TD), ids_TK=last(ids_TK), weights_TK=last(call.weights_TK))
+    x_TD, ids_TK, weights_TK = (
+        t[-300:].contiguous() for t in (call.x_TD, call.ids_TK, call.weights_TK)
+    )
+    few = replace(call, x_TD=x_TD, ids_TK=ids_TK, weights_TK=weights_TK)
     assert torch.equal(got[-300:], of_tile(few, *FLOAT8_TILES[0]))

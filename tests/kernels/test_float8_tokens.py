@@ -25,6 +25,7 @@ from tests.kernels.test_grouped_float8 import arranged
 
 W = "int4:1x128"
 E, T, K, D = 5, 19, 3, 288
+GROUPS = {9: 32, 3: 128}  # columns, by how many groups there are
 
 
 def tokens() -> Tensor:
@@ -56,10 +57,13 @@ def routed() -> tuple[Tensor, Tensor]:
 def check(got: tuple[Tensor, Tensor], want: Tensor, scale_GR: Tensor, rows: Tensor) -> None:
     """Codes, but those whose scale is NaN, and scales [groups, rows]."""
     codes, scale = got
-    taken = scale.reshape(scale_GR.shape[0], -1)[:, rows]
+    if len(scale_GR) == 1:
+        taken, each = scale.view(-1)[rows][None], D
+    else:
+        taken, each = scale[rows, : D // 32].T, 32
+        scale_GR = scale_GR.repeat_interleave(GROUPS[len(scale_GR)] // 32, 0)[: D // 32]
     torch.testing.assert_close(taken, scale_GR, rtol=0, atol=0, equal_nan=True)
-    each = -(-D // len(scale_GR))
-    known = arranged(scale_GR.T.isfinite().repeat_interleave(each, 1)[:, :D])
+    known = arranged(scale_GR.T.isfinite().repeat_interleave(each, 1))
     got_codes, want_codes = codes[rows].float(), arranged(want.float())
     torch.testing.assert_close(got_codes[known], want_codes[known], rtol=0, atol=0, equal_nan=True)
     assert known.float().mean() > 0.5
@@ -88,7 +92,8 @@ def test_tokens_in_the_rows_of_their_pairs(x_format: str, given: bool) -> None:
     codes = codes_of(x_format, x_scale=static)
     if given:
         done = packing.quantize(x_TD, Format.of(x_format))
-        got = in_rows(done.values, done.scale, inverse_R, K, arranged=True)
+        group = 0 if codes.float8 is None else codes.float8.group
+        got = in_rows(done.values, done.scale, inverse_R, K, arranged=True, group=group)
     elif codes.float8 is not None:
         got = quantize_groups(x_TD, codes.float8, inverse_R, K)
     else:

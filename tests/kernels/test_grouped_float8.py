@@ -94,7 +94,7 @@ class Ring:
 def boxes_of(w: Weights, tile: Any, sizes: Any, step: int, act: Act) -> tuple[Tensor, ...]:
     """The boxes that are copied of a step; zeros where there is nothing."""
     how = (weight_of(w.format, ""), SimpleNamespace(tokens=T), 0, act)
-    left, right, _ = functions()["_boxes_of_tile"](0, tile, (None, None), None, sizes, how)
+    left, right, _ = functions()["_boxes_of_tile"](0, tile, None, None, sizes, how)
     rows = w.values.view(torch.int32).flatten(0, 1)
     pair = (rows[::2], rows[1::2]) if act.interleaved else (rows, rows)
     boxes = []

@@ -125,6 +125,17 @@ def fp8(kind: str, *, static: bool = False) -> Any:
     return write
 
 
+def w4afp8(g: torch.Generator, rows: int, columns: int, shard: str) -> Matrix:
+    """W4AFP8: two's complement of four bits, two in a byte, and one scale of inputs a matrix."""
+    q = codes(g, rows, columns, 16) - 8
+    s = scales(g, rows, columns // GROUP, dtype=torch.float32)
+    entries = {
+        "weight": nibbles(q & 15).view(torch.int8), "weight_scale_inv": s,
+        "input_scale": torch.tensor([0.05 if shard == "w2" else 0.03]),
+    }  # fmt: skip
+    return Matrix(entries, q.float() * grouped(s))
+
+
 def int8(g: torch.Generator, rows: int, columns: int, shard: str) -> Matrix:
     w = (codes(g, rows, columns, 255) - 127).to(torch.int8)
     s = scales(g, rows, 1, dtype=torch.float32)
@@ -227,6 +238,10 @@ LAYOUTS = {
     "modelopt_nvfp4": Layout(
         nvfp4("modelopt"), {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         "nvfp4", "nvfp4", True,
+    ),
+    "w4afp8": Layout(
+        w4afp8, {"quant_method": "w4afp8", "weight_block_size": [32, 32]}, "int4:1x32",
+        f"{FP8}:tensor", True,
     ),
     "fp8_blocks": Layout(
         fp8("block"), {"quant_method": "fp8", "weight_block_size": [32, 32]}, f"{FP8}:32x32"

@@ -15,6 +15,7 @@ from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.codings import coding_of
+from moe_ops.weights.layouts import w4afp8
 from tests.chosen import in_turn
 from tests.weights import test_bitsandbytes as nf4
 from tests.weights import test_order as orders
@@ -52,7 +53,7 @@ def plain() -> dict[str, Tensor]:
 def test_tensors_are_loaded_as_files_are(name: str, kind: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     made = write(tmp_path, layout)
-    coding = coding_of(layout.config)
+    coding = w4afp8() if name == "w4afp8" else coding_of(layout.config)
     for config in SPLITS["tp2"]:
         layer, of_files = (layer_of(layout, config) for _ in range(2))
         report = load(layer, KINDS[kind](made.entries), coding=coding)

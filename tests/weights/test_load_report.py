@@ -235,7 +235,7 @@ def test_no_more_memory_than_one_tensor_is_needed(name: str, tmp_path: Path) -> 
     else:
         layout = LAYOUTS[name]
         largest = max(t.nbytes for t in write(tmp_path, layout, LARGE, LARGE).entries.values())
-        made = largest if name.startswith(("gptq", "awq", "packed")) else 1024
+        made = largest if name.startswith(("gptq", "awq", "packed", "w4afp8")) else 1024
         quant = QuantConfig(
             weights=layout.weights, inputs=layout.inputs, static_inputs=layout.static
         )

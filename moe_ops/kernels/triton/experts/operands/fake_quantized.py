@@ -3,8 +3,9 @@
 Codes of up to eight bits have few bits of mantissa, and so have scales of e8m0 and float8: their
 products are exact in 16 bits, and so are inputs that kernels of 16 bits multiply. Of float16 they
 stay within its range, and of its smallest step whole multiples, as the inputs are. A float32 scale
-has more bits: products with it are rounded once, to the inputs' dtype. So has the global scale of a row above scales of float8. A static one is not among them, as the
-global scales of weights contain it.
+has more bits: products with it are rounded once, to the inputs' dtype. So has the global scale of a
+row above scales of float8. A static one is not among them, as the global scales of weights contain
+it.
 
 Codes are those of `quantize`, bit for bit: of the same divisions, rounded half to even.
 """

@@ -1,8 +1,9 @@
 """Rows as codes of float8_e4m3fn with a scale for each group of columns, for products with weights
 of four bits (`grouped_float8_tokens.py`), in the order of `in_float8_order`.
 
-Scales lie as [groups, rows], in float32: those of mxfp8, too, which are powers of two. Codes are
-those of `quantize`, bit for bit, but in groups whose scale is NaN.
+Scales lie as [rows, groups of 32 columns], in float32: those of mxfp8, too, which are powers of
+two; one of more columns lies there once for each 32. Codes are those of `quantize`, bit for bit,
+but in groups whose scale is NaN.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def quantize_groups_kernel(
     """One program: BD columns of BT rows, written where they were, or to each of the K rows of
     their token. ARRANGED: whether to arrange them, which h is already."""
     G: tl.constexpr = BD // GROUP
+    EACH: tl.constexpr = GROUP // 32
     take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -50,35 +52,33 @@ def quantize_groups_kernel(
     codes = tl.reshape(codes, (BT, BD))
     if ARRANGED:
         codes = in_float8_order(codes)
-    scale = tl.reshape(scale, (BT, G))
-    g = tl.program_id(1) * G + tl.arange(0, G)
-    of_group = (g * GROUP < D)[None, :]
+    scale = tl.reshape(tl.broadcast_to(scale[:, None], (BT * G, EACH)), (BT, BD // 32))
+    g = tl.program_id(1) * (BD // 32) + tl.arange(0, BD // 32)
     for k in range(K):
         row = t
         if inverse_ptr is not None:
             row = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1)
         there = ((t < T) & (row >= 0))[:, None]
         tl.store(codes_ptr + row.to(tl.int64)[:, None] * D + d[None, :], codes, there & inside)
-        at = scale_ptr + g.to(tl.int64)[None, :] * stride_scale + row[:, None]
-        tl.store(at, scale, there & of_group)
+        tl.store(scale_ptr + row.to(tl.int64)[:, None] * stride_scale + g[None, :], scale, there)
 
 
 def quantize_groups(
     x_TD: Tensor, inputs: Inputs, inverse_R: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """(codes [R, D], scales [groups, R or more]): of tokens, arranged, in the rows of their pairs
-    (`sort_pairs`), of which those of no pair stay unwritten; or of rows of h, which are arranged.
+    """(codes [R, D], scales [R, groups], which is a multiple of 4): of tokens, arranged, in the
+    rows of their pairs (`sort_pairs`), of which those of no pair stay unwritten; or of rows of h,
+    which are arranged already.
     """
     T, D = x_TD.shape
     R = T if inverse_R is None else inverse_R.numel()
-    groups = triton.cdiv(D, inputs.group)
     codes_RD = x_TD.new_empty(R, D, dtype=torch.float8_e4m3fn)
-    scale_GR = x_TD.new_empty(groups, triton.cdiv(R, 16) * 16, dtype=torch.float32)
+    scale_RG = x_TD.new_empty(R, triton.cdiv(D, COLUMNS) * 4, dtype=torch.float32)
     launch(
         quantize_groups_kernel, (triton.cdiv(T, TOKENS), triton.cdiv(D, COLUMNS)),
-        x_TD, inverse_R, codes_RD, scale_GR, x_TD.stride(0), scale_GR.stride(0), T,
+        x_TD, inverse_R, codes_RD, scale_RG, x_TD.stride(0), scale_RG.stride(0), T,
         K=1 if inverse_R is None else top_k, D=D, BT=TOKENS, BD=COLUMNS, GROUP=inputs.group,
         E8M0=inputs.scale == "e8m0", LARGEST=inputs.largest, TOP=inputs.top,
         ARRANGED=inverse_R is not None, num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
-    return codes_RD, scale_GR
+    return codes_RD, scale_RG

@@ -50,7 +50,8 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     elif codes.quantizes and given_TG is not None:
         scale = given_TG
         if inverse_R is not None:
-            x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K, c.reads.float8)
+            group = 0 if codes.float8 is None else codes.float8.group
+            x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K, c.reads.float8, group)
     elif codes.float8 is not None:
         x_TD, scale = quantize_groups(x_TD, codes.float8, inverse_R, K)
     elif codes.quantizes and inverse_R is not None:

@@ -9,11 +9,11 @@ from moe_ops.kernels.triton import Constant
 
 @dataclass(frozen=True, eq=False)
 class Float8Tile(Constant):
-    """Tokens of a tile, stages of the ring of shared memory, and the blocks that share a processor:
-    one, or two of few registers."""
+    """Tokens of a tile, stages of the ring of shared memory, the blocks that share a processor
+    (one, or two of few registers), and whether scales that are powers of two become part of
+    codes."""
 
     tokens: int
     stages: int
     blocks: int = 1
-    prefetch: bool = False
     fold: bool = False

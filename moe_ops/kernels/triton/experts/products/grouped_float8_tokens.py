@@ -65,23 +65,6 @@ def in_flight(tokens):
 
 
 @gluon.jit
-def _bring_scales(tile, w_scale_ptr, sizes, W: gl.constexpr, ACT: gl.constexpr):
-    """Begin to move a tile's scales into the L2 cache, ahead of the consumers that load them."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    EACH: gl.constexpr = 256 // w_scale_ptr.dtype.element_ty.primitive_bitwidth
-    SHARE: gl.constexpr = 4 if w_scale_ptr.dtype.element_ty == gl.int32 else 1
-    for lower in gl.static_range(2):
-        at = fragments.factors_at(tile, sizes, lower, W, ACT, layout)
-        first, rows, across = at
-        for g in range(0, across // SHARE, EACH):
-            place = w_scale_ptr + first // SHARE + (rows // SHARE + g)
-            gl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [place.to(gl.int64)],
-                dtype=gl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-
-
-@gluon.jit
 def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
     """The first rows of the boxes of codes, and how many boxes the tile's tokens fill."""
     expert, end, row, n = tile
@@ -89,9 +72,6 @@ def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
     TOKENS: gl.constexpr = HOW[1].tokens
     ACT: gl.constexpr = HOW[-1]
     PART: gl.constexpr = box_of(TOKENS)
-    _, w_scale_ptr = source
-    if w_scale_ptr is not None:
-        _bring_scales(tile, w_scale_ptr, sizes, HOW[0], ACT)
     if ACT.interleaved:  # of the even and of the odd rows
         left = expert * out_n + n * (ROWS // 2)
         right = left
@@ -106,8 +86,7 @@ def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     """A step of codes and of tokens."""
     codes, of_tokens, _, _ = rings
     tokens = of_tokens[0]
-    descs, _ = source
-    x_desc, x_scale_desc, left_desc, right_desc = descs
+    x_desc, x_scale_desc, left_desc, right_desc = source
     left, right, filled = at
     TOKENS: gl.constexpr = HOW[1].tokens
     EACH: gl.constexpr = HOW[2]
@@ -118,7 +97,8 @@ def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     tma_load(left_desc, [left, i * 16], bar, codes.index(2 * stage))
     tma_load(right_desc, [right, i * 16], bar, codes.index(2 * stage + 1))
     if EACH > 0:
-        tma_load(x_scale_desc, [i * EACH, tile[2]], bar, of_tokens[1].index(stage))
+        # What lies side by side begins at a multiple of 16 bytes, which rows do not.
+        tma_load(x_scale_desc, [tile[2], i * EACH], bar, of_tokens[1].index(stage))
     for b in gl.static_range(TOKENS // PART):
         place = tokens.index(stage).slice(b * PART, PART)
         tma_load(x_desc, [tile[2] + b * PART, i * STEP], bar, place, pred=b < filled)
@@ -213,7 +193,7 @@ def _add_stage(
     codes, of_tokens, full, empty = rings
     tokens = of_tokens[0]
     STAGES: gl.constexpr = full.shape[0]
-    EACH: gl.constexpr = of_tokens[1].shape[1] if len(of_tokens) == 2 else 0
+    EACH: gl.constexpr = of_tokens[1].shape[2] if len(of_tokens) == 2 else 0
     CHUNKS: gl.constexpr = len(accs)
     JOBS: gl.constexpr = GROUPS * CHUNKS
     # What is rarely taken leaves registers to the other way: it decodes when all sums are done.
@@ -238,7 +218,7 @@ def _add_stage(
         if SCALED:
             done = done * fragments.scale_at(stored, j // CHUNKS, GROUPS, W)[:, None]
         if EACH > 0:
-            of_x = of_tokens[1].index(step % STAGES).slice(j // CHUNKS * EACH // GROUPS, 1)
+            of_x = of_tokens[1].index(step % STAGES).permute([1, 0]).slice(j // CHUNKS, 1)
             done = done * of_x.slice(j % CHUNKS * T, T, dim=1).load(sums_layout(T))
         sums = ()
         for c in gl.static_range(CHUNKS):
@@ -465,13 +445,10 @@ def _grouped_float8_tokens(
     of_tokens = (tokens,)
     if EACH > 0:
         of_scales: gl.constexpr = x_scale_desc.layout
-        x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, EACH, TOKENS], of_scales)
+        x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS, EACH], of_scales)
         of_tokens = (tokens, x_scales)
     codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS // 2, 16], w_desc.layout)
-    source = (
-        (x_desc, x_scale_desc, w_desc, up_desc),
-        w_scale_ptr if TILE.prefetch and W.across != -1 and W.down == 1 else None,
-    )
+    source = (x_desc, x_scale_desc, w_desc, up_desc)
     specialize(
         dealt, (codes, of_tokens), source, (bias_ptr, out_ptr), (None, None),
         (N, K, out_n, width), (w_scale_ptr, w_zero_ptr, x_scale_ptr), _boxes_of_tile, _copy, None,
@@ -483,22 +460,20 @@ def _grouped_float8_tokens(
 def launch(
     x_RK: Tensor, x_scale: Tensor, w_ENW: Tensor, w_scale: Tensor, w_zero: Tensor | None,
     bias_EN: Tensor | None, out: Tensor, tiles: TileMap, tile: Float8Tile, weight: Weight, act: Act,
-    group: int = 0,
 ) -> None:  # fmt: skip
     """Run one product over sorted rows of codes in the order of `in_float8_order`, by scales of
-    rows, or [groups, rows] of so many columns each; its output is in that order if `act` has a
+    rows [R], or of each 32 columns [R, multiple of 4]; its output is in that order if `act` has a
     kind. The backend says which layers it takes."""
     _, N, words = w_ENW.shape
     gated, width, x_scale_desc, each = act.gated, out.shape[1], None, 0
     if weight.kind == "e8m0" and weight.across == 32 and w_scale.shape[2] % 4 == 0:
         w_scale = w_scale.view(torch.int32)
-    if group:
-        each = STEP.value // group
-        plain = gl.NVMMASharedLayout(0, 32, rank=2)
-        x_scale_desc = TensorDescriptor.from_tensor(x_scale, [each, tile.tokens], plain)
+    if x_scale.dim() == 2:
+        each, plain = UNITS.value, gl.NVMMASharedLayout(0, 32, rank=2)
+        x_scale_desc = TensorDescriptor.from_tensor(x_scale, [tile.tokens, each], plain)
     skeleton.launch(
         _grouped_float8_tokens, x_RK, skeleton.boxes(x_RK, box_of(tile.tokens), STEP.value),
-        x_scale_desc, None if group else x_scale, *_boxed(w_ENW, act.interleaved), w_scale, w_zero,
+        x_scale_desc, None if each else x_scale, *_boxed(w_ENW, act.interleaved), w_scale, w_zero,
         None if bias_EN is None else bias_EN.contiguous(), out, tiles.table, N, words * 8,
         triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value), N // 2 if gated else N, width,
         weight, each, act, tile, blocks=tile.blocks,
@@ -516,11 +491,8 @@ def _boxed(w_ENW: Tensor, interleaved: bool) -> list[TensorDescriptor]:
 def _run_product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act) -> None:
     w, scale, zero, _, bias = stack
     assert c.layer.codes is not None and x.scale is not None and scale is not None
-    words, weight, inputs = w.view(torch.int32), c.layer.codes.weight, c.layer.codes.float8
-    launch(
-        x.values, x.scale, words, scale, zero, bias, out, c.tile_map, c.tiles, weight, act,
-        inputs.group if inputs is not None else 0,
-    )  # fmt: skip
+    words, weight = w.view(torch.int32), c.layer.codes.weight
+    launch(x.values, x.scale, words, scale, zero, bias, out, c.tile_map, c.tiles, weight, act)
 
 
 run = Products(
