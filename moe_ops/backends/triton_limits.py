@@ -17,12 +17,12 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # code; with inputs of 8 bits, on an H100; and where it multiplies codes as they are stored, by the
 # bits and whether rows have one scale for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
+MOST_ROWS_OF_FLOAT8 = 8  # where triton.grouped multiplies codes of four bits with those of float8
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 # Those of fewer than eight bits take the ways of four, which were measured.
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
 MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
 MOST_ROWS_OF_LARGE_AS_STORED = 24
-MOST_ROWS_OF_FLOAT8 = 8  # where triton.grouped multiplies codes of four bits with those of float8
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
