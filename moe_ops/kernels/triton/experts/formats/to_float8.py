@@ -70,9 +70,9 @@ def less_of(zero):
 
 @gluon.jit
 def parted(w, less, W: gl.constexpr):
-    """Of the first four and of the last four codes of words, two integers of which `joined` makes
-    bytes by one instruction. less: of integers what `less_of` gave, of floats how much exponents
-    are more; or None."""
+    """Two integers each of the first four and of the last four codes of words, of which `joined`
+    makes bytes by one instruction. less: of integers what `less_of` gave, of floats how much
+    exponents are more; or None."""
     if W.element == "float4_e2m1":
         return _of_float4(w, less)
     else:

@@ -275,9 +275,9 @@ def _multiply_folded(
     rings, step, steps, sizes, scales, tile, LOWER: gl.constexpr, CHUNKS: gl.constexpr,
     T: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """As `_multiply`, of weights whose scales are powers of two: where those of a stage are near
-    each other in all rows of a consumer, they are part of the codes, but for one of each row, and
-    the stage makes one sum. Else it is multiplied as by `_multiply`. Scales are loaded three stages
+    """The sums of `_multiply`, of weights whose scales are powers of two. Where those of a stage are
+    near each other in all rows of a consumer, they are part of the codes, but for one of each row,
+    and the stage makes one sum; else it is multiplied as there. Scales are loaded three stages
     ahead, so that two ahead it is known which."""
     w_scale_ptr, _, _ = scales
     accs = _no_sums(CHUNKS, T)
