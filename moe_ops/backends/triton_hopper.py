@@ -82,7 +82,9 @@ def refuse_many(call: ExpertsCall) -> str | None:
     rows take, or None."""
     if inputs_of(call) is None:
         return refuse_eight_bits(call)
-    return None if refuse_registers(call) is None else refuse_decoded(call)
+    if refuse_float8(call) is None or refuse_registers(call) is None:
+        return None
+    return refuse_decoded(call)
 
 
 def refuse_decoded(call: ExpertsCall) -> str | None:
@@ -112,6 +114,22 @@ def refuse_registers(call: ExpertsCall) -> str | None:
     least_group = 16 if weight.element == "float4_e2m1" else each
     if weight.across != -1 and weight.across < least_group:
         return f"needs groups of {least_group} columns or more, got {weight.across}"
+    return refuse_hopper(call.x_TD) or _refuse_misaligned(call.w13_EFD, call.w2_EDI)
+
+
+def refuse_float8(call: ExpertsCall) -> str | None:
+    """Why weights of four bits are not decoded to float8 in registers, where they are multiplied
+    with inputs of float8, or None."""
+    if not call.w_format:
+        return "multiplies quantised weights with inputs of float8, got floats"
+    refusal = triton_formats.refusal_of_float8(call.w_format, call.x_format)
+    if refusal is None and call.x_scale is not None and call.x_scale.numel() > 1:
+        refusal = "quantises inputs by one static scale for all experts, got one for each"
+    least = 2 * STEP
+    if refusal is None and any(width % 32 or width <= least for width in call.widths):
+        refusal = f"needs widths above {least} that 32 divides, got {_both(call)}"
+    if refusal is not None:
+        return refusal
     return refuse_hopper(call.x_TD) or _refuse_misaligned(call.w13_EFD, call.w2_EDI)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from moe_ops.backends.triton_hopper import refuse_many, refuse_registers
+from moe_ops.backends.triton_hopper import refuse_float8, refuse_many, refuse_registers
 from moe_ops.backends.triton_support import inputs_of, weight_of
 from moe_ops.kernels.triton import (
     LARGE,
@@ -24,6 +24,7 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # code; with inputs of 8 bits, on an H100; and where it multiplies codes as they are stored, by the
 # bits and whether rows have one scale for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
+MOST_ROWS_OF_FLOAT8 = 8  # where triton.grouped multiplies codes of four bits with those of float8
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 # Those of fewer than eight bits take the ways of four, which were measured.
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
@@ -67,6 +68,8 @@ def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
         return None
     if call.x_format and inputs_of(call) is None:
         return MOST_ROWS_OF_QUANTIZED_INPUTS
+    if as_stored and refuse_float8(call) is None:
+        return MOST_ROWS_OF_FLOAT8
     weight = weight_of(call)
     bits = 8 if weight.bits == 8 else 4
     if as_stored and refuse_registers(call) is None:

@@ -1,4 +1,4 @@
-"""The nine ways in which the Triton backends run a layer of experts, one row each.
+"""The ten ways in which the Triton backends run a layer of experts, one row each.
 
 A backend takes the first of its paths that does not refuse a call. `using` and the tables of `tune`
 name a path behind its backend, such as "triton.grouped/wgmma"; `tiny` and `rows`, which are named
@@ -20,6 +20,7 @@ from moe_ops.backends.triton_device import refuse_all_but_hopper, refuse_gpu, un
 from moe_ops.backends.triton_hopper import (
     refuse_blocks,
     refuse_decoded,
+    refuse_float8,
     refuse_registers,
     refuse_row_scales,
     refuse_stream,
@@ -31,7 +32,7 @@ from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
 
 log = logging.getLogger("moe_ops")
-WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/registers")
+WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/float8", "grouped/registers")
 NO_ADAPTERS = "adds no adapters"
 PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
 
@@ -137,6 +138,10 @@ PATHS = (
     Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(
+        name="grouped/float8", run="grouped_float8_tokens:run", refusal=refuse_float8,
+        tiles=":of_float8",
+    ),
+    Path(
         name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers,
         tiles=":of_registers",
     ),
@@ -211,9 +216,12 @@ def _with_reasons(ways: str, refusals: dict[str, str]) -> str:
 
 def of_tiles(kernel: str, tiles: Any) -> Path:
     """The path of a backend that takes these tiles."""
+    from moe_ops.kernels.triton.experts.products.float8_tile import Float8Tile
     from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
     from moe_ops.kernels.triton.experts.products.register_stream import Streams
 
+    if isinstance(tiles, Float8Tile):
+        return BY_FORCED["triton.grouped/float8"]
     if isinstance(tiles, CodesTile):
         return BY_FORCED["triton.grouped/registers"]
     stream, other = paths_of(kernel)

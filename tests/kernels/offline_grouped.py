@@ -3,13 +3,14 @@
     python offline_grouped.py KERNEL ACTIVATION...
 
 compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8), of codes with inputs of 16
-bits (_grouped_codes) or of 8 bits with scales of rows (by_row), and of weights whose columns lie
-(by_columns): the first product with these activations, and with "silu" the second one, which has
-none; with "silu" alone those of floats whose results training keeps (kept); those with adapters
-(adapted); and whatever the activations are, gradients of weights (wgrad). It prints one JSON line
-for each variant: its activation, whether there are biases, of floats whether K has only whole
-steps, of others the format, registers, the bytes of shared memory and those that it spills,
-instructions of the matrix unit, and those that wait for it.
+bits (_grouped_codes) or of 8 bits with scales of rows (by_row), of codes of four bits with inputs
+of float8 (_grouped_float8_tokens), and of weights whose columns lie (by_columns): the first product
+with these activations, and with "silu" the second one, which has none; with "silu" alone those of
+floats whose results training keeps (kept); those with adapters (adapted); and whatever the
+activations are, gradients of weights (wgrad). It prints one JSON line for each variant: its
+activation, whether there are biases, of floats whether K has only whole steps, of others the
+format, registers, the bytes of shared memory and those that it spills, instructions of the matrix
+unit, and those that wait for it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,20 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
-from moe_ops.backends.triton_tiles import CODES_TILES, codes_tile
+from moe_ops.backends.triton_tiles import (
+    CODES_TILES,
+    FLOAT8_TILES,
+    codes_tile,
+    float8_tile,
+    scaled_apart,
+)
 from moe_ops.kernels.triton import LINEAR, Act, Weight, wgrad
 from moe_ops.kernels.triton.experts.adapters import Added
 from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.products import (
     grouped,
     grouped_blocks,
+    grouped_float8_tokens,
     grouped_registers,
     grouped_wgmma,
 )
@@ -195,6 +203,54 @@ def codes_products(names: list[str]) -> None:
             codes_product(2 * I, D, I, silu, False, format, dtype)
 
 
+def float8_tokens_product(
+    N: int, K: int, out_n: int, act: Act, bias: bool, format: tuple[str, int, str],
+    groups: bool, tile: tuple[int, int],
+) -> None:  # fmt: skip
+    """`groups`: whether inputs have scales of groups of columns."""
+    element, across, kind = format
+    stored = torch.uint8 if kind == "e8m0" else getattr(torch, kind)
+    of_rows = (4096, K // 32) if groups else (4096,)
+    each = K // across if across > 0 else 1
+    grouped_float8_tokens.launch(
+        empty(4096, K, dtype=torch.float8_e4m3fn),
+        empty(*of_rows, dtype=torch.float32),
+        empty(E, N, K // 8, dtype=torch.int32),
+        empty(E, N, each, dtype=stored),
+        empty(E, N, each, dtype=torch.uint8) if element == "uint4" else None,
+        empty(E, N) if bias else None,
+        empty(4096, out_n),
+        TileMap(empty(99, 8, dtype=torch.int32), tile[0]),
+        float8_tile(*tile, groups),
+        Weight(element, 1, across, kind, True, 4),
+        act,
+    )
+
+
+def float8_tokens_products(names: list[str]) -> None:
+    """Of every activation in int4 with one tile; "plain" stands for the first product of mxfp4 with
+    one, and "formats" for both products of these and others with every tile that they take."""
+    int4, mxfp4 = ("int4", 128, "bfloat16"), ("float4_e2m1", 32, "e8m0")
+    if PLAIN in names:
+        float8_tokens_product(2 * I, D, I, Act("silu"), False, mxfp4, False, (32, 1))
+    for name, bias in itertools.product((n for n in names if n in ACTIVATIONS), (False, True)):
+        act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
+        rows = 2 * I if act.gated else I
+        float8_tokens_product(rows, D, I, Act(*act.args), bias, int4, False, (64, 1))
+        if name == "silu":
+            float8_tokens_product(D, I, D, LINEAR, bias, int4, False, (64, 1))
+    others = [
+        (int4, False, D), (("int4", -1, "float32"), False, D), (mxfp4, False, D), (mxfp4, True, D),
+        (("uint4", 32, "float16"), False, D), (int4, True, D),
+        (mxfp4, False, 480),  # a row of 15 scales is not whole words
+    ]  # fmt: skip
+    for (format, groups, columns), tile in itertools.product(others, FLOAT8_TILES):
+        apart = groups or scaled_apart(Weight(format[0], 1, format[1], format[2], True, 4))
+        if FORMATS in names and (tile[0] <= 128 or not apart):
+            float8_tokens_product(2 * I, columns, I, Act("silu"), False, format, groups, tile)
+            float8_tokens_product(D, columns, D, LINEAR, True, format, groups, tile)
+
+
 def by_row_product(
     N: int, K: int, out_n: int, act: Act, bias: bool, w: tuple[str, int, str], static: int
 ) -> None:
@@ -315,8 +371,14 @@ KERNELS = {
     "adapted": adapted_products,
     "_grouped": products, "_grouped_float8": float8_products,
     "_grouped_codes": codes_products, "by_row": by_row_products,
+    "_grouped_float8_tokens": float8_tokens_products,
     "kept": kept_products, "by_columns": products_by_columns, "wgrad": weight_gradients,
 }  # fmt: skip
+
+
+KERNELS_COMPILED = (
+    "_grouped", "_grouped_float8", "_grouped_codes", "_grouped_float8_tokens", "wgrad_kernel"
+)  # fmt: skip
 
 
 def variants(kernel: str, names: list[str], tell: Tell = used) -> list[dict[str, Any]]:
@@ -324,7 +386,7 @@ def variants(kernel: str, names: list[str], tell: Tell = used) -> list[dict[str,
     found = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if self.__name__ in ("_grouped", "_grouped_float8", "_grouped_codes", "wgrad_kernel"):
+        if self.__name__ in KERNELS_COMPILED:
             found.append(compile_launch(self, args, options, tell))
 
     with patch.object(JITFunction, "run", run):

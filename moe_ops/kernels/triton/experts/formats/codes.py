@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -28,6 +28,7 @@ class Codes:
     global_scale13_E: Tensor | None = None
     global_scale2_E: Tensor | None = None
     inputs: Inputs | None = None  # that are emulated
+    float8: Inputs | None = None  # that are not, but have scales in groups
     scaled: str = ""  # of those of 8 bits, what has a scale: "group", "row" or "tensor"
     x_scale: Tensor | None = None  # static ones
     h_scale: Tensor | None = None
@@ -60,6 +61,15 @@ class Codes:
     @property
     def one_a_step(self) -> bool:
         return one_a_step(self.weight)
+
+
+def with_float8(codes: Codes) -> Codes:
+    """Codes whose inputs of float8 are multiplied as such, in place of being emulated."""
+    assert codes.inputs is not None
+    weight, inputs = replace(codes.weight, inputs_8=True), codes.inputs
+    if inputs.scale in ("row", "tensor"):
+        return replace(codes, weight=weight, inputs=None, scaled=inputs.scale)
+    return replace(codes, weight=weight, inputs=None, scaled="group", float8=inputs)
 
 
 def floats_of(x_TD: Tensor, codes: Codes | None) -> torch.dtype:

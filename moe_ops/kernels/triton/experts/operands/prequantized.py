@@ -19,12 +19,14 @@ TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes
 
 @triton.jit(do_not_specialize=["T"])
 def copy_to_rows_kernel(
-    codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_scale, T,
+    codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_row, stride_group, T,
     K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
-    BG: tl.constexpr, PDL: tl.constexpr,
+    BG: tl.constexpr, KIND: tl.constexpr, ARRANGED: tl.constexpr, EACH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BW words of the codes of BT tokens, written to each of their rows; the first one
-    of these tokens copies their scales."""
+    of these tokens copies their scales, EACH times. ARRANGED: as `in_float8_order` says, which
+    keeps words."""
     take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     w = (tl.program_id(1) * BW + tl.arange(0, BW))[None, :]
@@ -33,29 +35,43 @@ def copy_to_rows_kernel(
     here = (t < T)[:, None]
     words = tl.load(codes_ptr + t_T1 * W + w, mask=here & (w < W), other=0)
     mine = here & (g < tl.where(tl.program_id(1) == 0, G, 0))
-    scales = tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0.0)
+    scales = scale_of(tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0), KIND)
+    place = w // 8 * 8 + w % 2 * 4 + w % 8 // 2 if ARRANGED else w
     for k in range(K):
         row = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1).to(tl.int64)[:, None]
-        tl.store(out_ptr + row * W + w, words, mask=(row >= 0) & (w < W))
-        tl.store(out_scale_ptr + g * stride_scale + row, scales, mask=mine & (row >= 0))
+        tl.store(out_ptr + row * W + place, words, mask=(row >= 0) & (w < W))
+        for i in tl.static_range(EACH):
+            at = out_scale_ptr + (g * EACH + i) * stride_group + row * stride_row
+            tl.store(at, scales, mask=mine & (row >= 0))
 
 
-def in_rows(x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def in_rows(
+    x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int, arranged: bool = False,
+    group: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes [R, D] of the token in each row (`sort_pairs`), and float32 scales [groups, R or more],
-    as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words."""
+    as `quantize_sorted` lays them out; or arranged, and scales of groups of so many columns, if
+    they are of such, as `quantize_groups` lays them out. Rows of no pair stay unwritten. Codes fill
+    words."""
     (T, D), R, G = x_TD.shape, inverse_R.numel(), scale_TG.shape[1]
-    codes_RD = x_TD.new_empty(R, D)
-    scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
+    codes_RD, each = x_TD.new_empty(R, D), 1
+    if group:
+        each = group // 32
+        scale = scale_TG.new_empty(R, triton.cdiv(D, 128) * 4, dtype=torch.float32)
+        strides = scale.stride()
+    else:
+        scale = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16, dtype=torch.float32)
+        strides = scale.stride()[::-1]
     W = D // 4
     BW = min(WORDS, triton.next_power_of_2(W))
     launch(
         copy_to_rows_kernel, (triton.cdiv(T, TOKENS), triton.cdiv(W, BW)),
-        x_TD.view(torch.int32), scale_TG, inverse_R, codes_RD.view(torch.int32), scale_GR,
-        scale_GR.stride(0), T,
-        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), num_warps=4,
-        **pdl_options(x_TD),
+        x_TD.view(torch.int32), scale_TG, inverse_R, codes_RD.view(torch.int32), scale, *strides, T,
+        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G),
+        KIND="float32" if scale_TG.dtype == torch.float32 else "e8m0", ARRANGED=arranged,
+        EACH=each, num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
-    return codes_RD, scale_GR
+    return codes_RD, scale
 
 
 @triton.jit
