@@ -193,39 +193,29 @@ def of_registers(
 
 # Rows an expert on average, by the tokens of a tile of codes that are decoded to float8, and the
 # blocks that share a processor.
-MOST_OF_FLOAT8_TILE = {(16, 1): 12, (32, 1): 28, (64, 1): 56, (128, 1): 110, (256, 1): math.inf}
+MOST_OF_FLOAT8_TILE = {(16, 2): 12, (32, 2): 28, (64, 1): 40, (128, 1): math.inf}
 FLOAT8_TILES = tuple(MOST_OF_FLOAT8_TILE)
 MOST_FLOAT8_STAGES = 20
-FOLDED = True  # whether scales that are powers of two become part of codes, where they can
+LEAST_FOLDED = 64  # tokens of a tile for which scales become part of codes
 
 
-def float8_tile(
-    tokens: int, blocks: int, groups: bool = False, folded: bool = FOLDED
-) -> Float8Tile:
+def float8_tile(tokens: int, blocks: int, groups: bool = False) -> Float8Tile:
     """A tile with as many stages as fit, of tokens that may have scales of groups of columns."""
     memory = (BLOCK_MEMORY if blocks == 1 else OF_A_PAIR) - STORED
-    stage = STEP * (tokens + 64) + 16 * tokens * groups
-    return Float8Tile(tokens, stages_within(memory, stage, MOST_FLOAT8_STAGES), blocks, folded)
+    stage = 2 * STEP * (tokens + 64) + 32 * tokens * groups
+    stages = stages_within(memory, stage, MOST_FLOAT8_STAGES)
+    return Float8Tile(tokens, stages, blocks, tokens >= LEAST_FOLDED)
 
 
 def of_float8(
     x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
 ) -> Float8Tile:
-    """The tile of a call by the table. Sums of groups leave no registers for the largest one."""
+    """The tile of a call by the table."""
     experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
     per_expert, inputs = ids_TK.numel() / experts, _codes(layer).inputs
     assert inputs is not None
     tokens, blocks = next(t for t, most in MOST_OF_FLOAT8_TILE.items() if per_expert <= most)
-    groups = inputs.scale not in ("row", "tensor")
-    if groups or scaled_apart(_codes(layer).weight):
-        tokens = min(tokens, 128)
-    return float8_tile(tokens, blocks, groups)
-
-
-def scaled_apart(weight: Weight) -> bool:
-    """Whether several groups of columns of a step have scales that are no part of codes."""
-    in_codes = FOLDED and weight.across == 32 and weight.kind == "e8m0"
-    return 0 < weight.across < STEP and not in_codes
+    return float8_tile(tokens, blocks, inputs.scale not in ("row", "tensor"))
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:

@@ -37,7 +37,6 @@ from moe_ops.backends.triton_tiles import (
     FLOAT8_TILES,
     codes_tile,
     float8_tile,
-    scaled_apart,
 )
 from moe_ops.kernels.triton import LINEAR, Act, Weight, wgrad
 from moe_ops.kernels.triton.experts.adapters import Added
@@ -245,8 +244,7 @@ def float8_tokens_products(names: list[str]) -> None:
         (mxfp4, False, 480),  # a row of 15 scales is not whole words
     ]  # fmt: skip
     for (format, groups, columns), tile in itertools.product(others, FLOAT8_TILES):
-        apart = groups or scaled_apart(Weight(format[0], 1, format[1], format[2], True, 4))
-        if FORMATS in names and (tile[0] <= 128 or not apart):
+        if FORMATS in names:
             float8_tokens_product(2 * I, columns, I, Act("silu"), False, format, groups, tile)
             float8_tokens_product(D, columns, D, LINEAR, True, format, groups, tile)
 

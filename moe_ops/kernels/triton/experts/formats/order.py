@@ -37,11 +37,11 @@ def place_of(column, BITS: tl.constexpr):
 @triton.jit
 def in_float8_order(codes):
     """Codes of tokens [M, N] in the order in which weights of four bits meet them that are decoded
-    to float8: of each 32 columns the first four of all eight side by side, then the last four."""
+    to float8: of each 32 columns the even ones, then the odd ones."""
     M: tl.constexpr = codes.shape[0]
     N: tl.constexpr = codes.shape[1]
-    eights = tl.reshape(codes, (M, N // 32, 4, 2, 4))
-    return tl.reshape(tl.permute(eights, (0, 1, 3, 2, 4)), (M, N))
+    pairs = tl.reshape(codes, (M, N // 32, 16, 2))
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (M, N))
 
 
 @triton.jit

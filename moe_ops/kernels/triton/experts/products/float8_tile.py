@@ -10,8 +10,8 @@ from moe_ops.kernels.triton import Constant
 @dataclass(frozen=True, eq=False)
 class Float8Tile(Constant):
     """Tokens of a tile, stages of the ring of shared memory, the blocks that share a processor
-    (one, or two of few registers), and whether scales that are powers of two become part of
-    codes."""
+    (one, or two of few registers), and whether scales that are powers of two become part of codes
+    where they are near each other."""
 
     tokens: int
     stages: int
