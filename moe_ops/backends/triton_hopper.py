@@ -125,7 +125,7 @@ def refuse_float8(call: ExpertsCall) -> str | None:
     refusal = triton_formats.refusal_of_float8(call.w_format, call.x_format)
     if refusal is None and call.x_scale is not None and call.x_scale.numel() > 1:
         refusal = "quantises inputs by one static scale for all experts, got one for each"
-    least = 2 * STEP
+    least = 4 * STEP  # a tile has three steps of columns or more
     if refusal is None and any(width % 32 or width <= least for width in call.widths):
         refusal = f"needs widths above {least} that 32 divides, got {_both(call)}"
     if refusal is not None:

@@ -25,6 +25,7 @@ from moe_ops.kernels.triton.experts.products import (
     grouped_float8_tokens,
     skeleton,
 )
+from moe_ops.kernels.triton.experts.products.grouped_float8_tokens import as_long_words
 from moe_ops.testing import BF16, DEVICE
 from tests.chosen import in_turn
 from tests.kernels.codes import Weights, any_codes
@@ -36,8 +37,9 @@ E, T = 2, 32
 SILU = Act("silu")
 INTERLEAVED = Act("silu", True, True, 1.702, 7.0, 1.0)
 UNGATED = Act("relu2", gated=False)
+# Formats, and by how many powers of two some scales of some rows are less.
 FORMATS = (
-    ("mxfp4", 0), ("mxfp4", 7), ("mxfp4", 12), ("mxfp4", 40), *((f, 0) for f in (
+    ("mxfp4", 0), ("mxfp4", 7), ("mxfp4", 18), ("mxfp4", 40), *((f, 0) for f in (
     "float4_e2m1:1x64:bfloat16", "int4:1x32:float16", "int4:1x128:bfloat16", "int4:row",
     "uint4:1x64:bfloat16", "uint4:1x128:float16",
     )),
@@ -57,9 +59,16 @@ def looked_up(low: Tensor, high: Tensor, nibbles: Tensor) -> Tensor:
     return value(of_both.gather(-1, named).view(torch.int32)[..., 0])
 
 
-def codes_of(w: Tensor) -> Tensor:
+def distance(a: Tensor, b: Tensor) -> Tensor:
+    """As `to_float8.distance`, which is PTX."""
+    a, b = torch.broadcast_tensors(a, value(torch.as_tensor(b, dtype=torch.int32)))
+    apart = a.contiguous().view(torch.uint8).int() - b.contiguous().view(torch.uint8).int()
+    return value(apart.abs().to(torch.uint8).view(torch.int32))
+
+
+def codes_of(w: Tensor, dtype: torch.dtype) -> Tensor:
     """As `fragments_float8.codes_of`, which is PTX."""
-    return value(w.contiguous()[..., None].view(torch.float8_e4m3fn).float())
+    return value(w.contiguous()[..., None].view(dtype).float())
 
 
 @functools.cache
@@ -67,10 +76,12 @@ def functions() -> dict[str, Any]:
     """Those of the kernel."""
     modules = (activation, *DECODERS, order, to_float8, fragments_float8, skeleton)
     names = functions_of(
-        (*modules, grouped_float8_tokens), ROWS=128, STEP=128, UNITS=4, UNIT=None, WORDS=None,
-        PART_WORDS=None,
+        (*modules, grouped_float8_tokens), ROWS=128, STEP=256, HALF=128, UNITS=4, FOLDED=26,
+        UNIT=None, WORDS=None, PART_WORDS=None, OF_ROWS=None,
     )  # fmt: skip
     names |= {"permuted": permuted, "looked_up": looked_up, "codes_of": codes_of}
+    names |= {"distance": distance, "not_and_or": lambda a, mask, b: (~a & mask) | b}
+    names["of_rows"] = lambda x, T: x[:, None]
     names["fragments"] = names["to_float8"] = SimpleNamespace(**names)
     return names
 
@@ -84,8 +95,8 @@ class Ring:
     def index(self, at: int) -> Ring:
         return Ring((self.boxes[at],))
 
-    def slice(self, first: int, rows: int) -> Ring:
-        return Ring((self.boxes[0][first : first + rows],))
+    def slice(self, first: int, count: int, dim: int = 0) -> Ring:
+        return Ring((self.boxes[0].narrow(dim, first, count),))
 
     def load(self, layout: Any) -> Tensor:
         return value(self.boxes[0])
@@ -99,45 +110,71 @@ def boxes_of(w: Weights, tile: Any, sizes: Any, step: int, act: Act) -> tuple[Te
     pair = (rows[::2], rows[1::2]) if act.interleaved else (rows, rows)
     boxes = []
     for first, of in zip((left, right), pair, strict=True):
-        box = of[int(first) : int(first) + 64, step * 16 : step * 16 + 16]
-        boxes.append(torch.nn.functional.pad(box, (0, 16 - box.shape[1], 0, 64 - box.shape[0])))
+        box = of[int(first) : int(first) + 64, step * 32 : step * 32 + 32]
+        boxes.append(torch.nn.functional.pad(box, (0, 32 - box.shape[1], 0, 64 - box.shape[0])))
     return tuple(boxes)
+
+
+def units_of(w: Weights, at: Any, step: int, LOWER: int, act: Act, near: Any) -> list[Tensor]:
+    """What the units of a step multiply [64, 32], of which scales are a part if rows are near."""
+    f, (tile, sizes) = functions(), at
+    W = weight_of(w.format, "")
+    factors = f["factors_at"](tile, sizes, LOWER, W, act)
+    ring = Ring(boxes_of(w, tile, sizes, step, act))
+    if near is not None:
+        stored = f["load_factors"](pointer(as_long_words(w.scale)), factors, step, W)
+        more = f["_above"](stored, (near - 27) * 0x01010101, W)
+        codes = f["_signed"](f["_decode_folded"](ring, 0, more, LOWER, act))
+        return [f["operand_of"](c, None, torch.float8_e5m2) for c in codes]
+    zero_ptr = None if w.zero is None else pointer(w.zero)
+    less = f["_load_zeros"](zero_ptr, factors, step, W)
+    codes = ()
+    for half in range(2):
+        codes += f["_bytes"](f["_decode"](ring, 0, less, half, LOWER, W, act), W)
+    return [f["operand_of"](c, None, torch.float8_e4m3fn) for c in codes]
 
 
 def sums_of_consumer(w: Weights, x: Tensor, at: Any, LOWER: int, act: Act) -> Tensor:
     """A consumer's sums [64, T] of tokens [T, K] in the order of codes, step by step."""
     f, (tile, sizes) = functions(), at
     W = weight_of(w.format, "")
-    x = torch.nn.functional.pad(x, (0, -x.shape[1] % 128))
-    ptr, zero_ptr = pointer(w.scale), None if w.zero is None else pointer(w.zero)
-    factors = f["factors_at"](tile, sizes, LOWER, W, act, None)
-    sums, groups = torch.zeros(64, T), f["groups_of"](W)
-    for i in range(f["steps_of"](sizes[1], 128, 1)):
-        stored = f["load_factors"](ptr, factors, i, W)
-        less = f["_load_zeros"](zero_ptr, factors, i, W)
-        if f["folds"](W):
-            four = f["four_scales"](ptr, factors, i, W)
-            stored = four, f["largest_of"](four)
-            near = f["are_near"](*stored)
-            less, groups = f["tables_of"](*stored, near), 1 if near else 4
-        words = f["load_words"](Ring(boxes_of(w, tile, sizes, i, act)), 0, LOWER, act.gated)
-        parts = tuple(f["parted_unit"](words, less, u, W) for u in range(4))
-        units = [f["operand_of"](codes, None) for codes in f["_bytes"](parts, W)]
-        for u, unit in enumerate(units):
-            part = unit @ x[:, i * 128 + u * 32 :][:, :32].T
-            scale = 1.0
-            if W.across != -1:
-                scale = f["scale_at"](stored, u * groups // 4, groups, W)[:, None]
-            sums += part * scale
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % 256))
+    near = None
+    if f["in_words"](W):
+        near = f["row_references"](pointer(references_of(w)), tile, sizes, LOWER, act)
+        near = near if near.min() > 0 else None
+    ptr = pointer(as_long_words(w.scale) if f["in_words"](W) else w.scale)
+    factors = f["factors_at"](tile, sizes, LOWER, W, act)
+    sums, groups, seen = torch.zeros(64, T), f["groups_of"](W), factors[1] * 0
+    for i in range(f["steps_of"](sizes[1], 256, 1)):
+        stored = f["as_words"](f["load_factors"](ptr, factors, i, W), W)
+        seen = f["nan_words"](seen, stored, W)
+        for u, unit in enumerate(units_of(w, at, i, LOWER, act, near)):
+            part = unit @ x[:, i * 256 + u * 32 :][:, :32].T
+            if W.across != -1 and near is None:
+                part = part * f["scale_at"](stored, u * groups // 4, groups, W)[:, None]
+            sums += part
+    if near is not None:
+        return value(sums * (2.0**-13 * torch.exp2(near - 1.0 - 127))[:, None])
     if W.across == -1:
         sums *= f["scale_at"](f["load_factors"](ptr, factors, 0, W), 0, 1, W)[:, None]
+    elif f["in_words"](W):
+        sums = torch.where(((seen & -0x7F7F7F80) != 0)[:, None], torch.nan, sums)
     return value(sums * f["of_one"](W))
+
+
+def references_of(w: Weights) -> Tensor:
+    """As `references` has them."""
+    codes = w.scale.int()
+    largest, least = codes.amax(2), codes.amin(2)
+    near = (largest - least <= 26) & (largest < 255)
+    return torch.where(near, largest + 1, 0).to(torch.uint8)
 
 
 def arranged(x: Tensor) -> Tensor:
     """Columns as `in_float8_order` has them."""
-    eights = x.reshape(len(x), -1, 4, 2, 4)
-    return eights.transpose(2, 3).reshape(x.shape)
+    pairs = x.reshape(len(x), -1, 16, 2)
+    return pairs.transpose(2, 3).reshape(x.shape)
 
 
 def product(w: Weights, x_TK: Tensor, out_n: int, bias_EN: Tensor, act: Act, expert: int) -> Any:

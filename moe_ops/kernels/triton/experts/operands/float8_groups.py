@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Inputs
-from moe_ops.kernels.triton.experts.formats.order import in_float8_order
+from moe_ops.kernels.triton.experts.formats.order import in_float8_order, padded_groups
 from moe_ops.kernels.triton.experts.operands.fake_quantized import rounded, scales_of_groups
 from moe_ops.kernels.triton.experts.operands.group_scales import to_float8
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
-TOKENS, COLUMNS = 16, 128  # of a program
+TOKENS, COLUMNS = 16, 256  # of a program: whole steps, so that all scales are written
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -66,14 +66,14 @@ def quantize_groups_kernel(
 def quantize_groups(
     x_TD: Tensor, inputs: Inputs, inverse_R: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor]:
-    """(codes [R, D], scales [R, groups], which is a multiple of 4): of tokens, arranged, in the
+    """(codes [R, D], scales [R, groups], which is a multiple of 8): of tokens, arranged, in the
     rows of their pairs (`sort_pairs`), of which those of no pair stay unwritten; or of rows of h,
     which are arranged already.
     """
     T, D = x_TD.shape
     R = T if inverse_R is None else inverse_R.numel()
     codes_RD = x_TD.new_empty(R, D, dtype=torch.float8_e4m3fn)
-    scale_RG = x_TD.new_empty(R, triton.cdiv(D, COLUMNS) * 4, dtype=torch.float32)
+    scale_RG = x_TD.new_empty(R, padded_groups(D), dtype=torch.float32)
     launch(
         quantize_groups_kernel, (triton.cdiv(T, TOKENS), triton.cdiv(D, COLUMNS)),
         x_TD, inverse_R, codes_RD, scale_RG, x_TD.stride(0), scale_RG.stride(0), T,

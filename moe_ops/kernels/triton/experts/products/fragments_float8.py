@@ -127,7 +127,8 @@ def load_factors(ptr, at, i, W: gl.constexpr):
     so: one of all groups, or one of each half."""
     first, rows, across = at
     GROUP: gl.constexpr = W.across
-    SIZE: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8 if in_words(W) else 1
+    TYPE: gl.constexpr = ptr.dtype.element_ty
+    SIZE: gl.constexpr = 8 if TYPE == gl.int64 else 4 if TYPE == gl.int32 else 1
     GROUPS: gl.constexpr = 8 // SIZE if in_words(W) else 2 * groups_of(W)
     stored = ()
     for g in gl.static_range(GROUPS):

@@ -603,7 +603,7 @@ def launch(
     if weight.kind == "e8m0" and weight.across == 32:
         if tile.fold and x_scale.dim() == 1:
             reference_EN = references(w_scale)
-        w_scale = in_words(w_scale)
+        w_scale = as_long_words(w_scale)
     if x_scale.dim() == 2:
         each, plain = 2 * UNITS.value, gl.NVMMASharedLayout(0, 32, rank=2)
         x_scale_desc = TensorDescriptor.from_tensor(x_scale, [tile.tokens, each], plain)
@@ -616,7 +616,7 @@ def launch(
     )  # fmt: skip
 
 
-def in_words(scale_ENG: Tensor) -> Tensor:
+def as_long_words(scale_ENG: Tensor) -> Tensor:
     """Scales of eight bits in the longest words that those of a row fill."""
     groups = scale_ENG.shape[2]
     if groups % 8 == 0:
