@@ -1,5 +1,6 @@
 """Tokens and h become the codes of `quantize`, in the order in which weights of four bits meet them
-that are decoded to float8; in Triton's interpreter without a GPU."""
+that are decoded to float8; which rows of weights have scales that are near each other. In Triton's
+interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.kernels.triton.experts.formats.codes import Codes, with_float8
 from moe_ops.kernels.triton.experts.operands.float8_groups import quantize_groups
 from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
+from moe_ops.kernels.triton.experts.operands.references import references
 from moe_ops.kernels.triton.experts.operands.row_scales import quantize_h, quantize_x
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.quant import packing
@@ -112,3 +114,17 @@ def test_rows_of_h_that_are_arranged(x_format: str) -> None:
     else:
         got = quantize_h(stored, codes, torch.tensor([T], dtype=torch.int32, device=DEVICE))
     check(got, values, scale_GR, torch.arange(T, device=DEVICE))
+
+
+@pytest.mark.parametrize("groups", [9, 128, 448])
+def test_rows_whose_scales_are_near(groups: int) -> None:
+    torch.manual_seed(0)
+    scale_ENG = torch.randint(100, 127, (3, 70, groups), dtype=torch.uint8, device=DEVICE)
+    scale_ENG[0, 3, 4], scale_ENG[1, 5, 8], scale_ENG[2, 69, 0] = 99, 255, 0
+    scale_ENG[0, 3, 5], scale_ENG[2, 7] = 126, 0  # by 27 apart; of zeros
+    want = [[max(row) + 1 if max(row) - min(row) <= 26 and max(row) < 255 else 0 for row in rows]
+            for rows in scale_ENG.tolist()]  # fmt: skip
+    got = references(scale_ENG)
+    assert got.tolist() == want
+    assert (got == 0).sum() == 3
+    assert got[2, 7] == 1
