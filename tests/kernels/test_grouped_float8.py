@@ -21,6 +21,7 @@ from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton import LINEAR, Act, activation
 from moe_ops.kernels.triton.experts.formats import order, to_float8
 from moe_ops.kernels.triton.experts.products import (
+    float8_sums,
     fragments_float8,
     grouped_float8_tokens,
     skeleton,
@@ -74,7 +75,7 @@ def codes_of(w: Tensor, dtype: torch.dtype) -> Tensor:
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernel."""
-    modules = (activation, *DECODERS, order, to_float8, fragments_float8, skeleton)
+    modules = (activation, *DECODERS, order, to_float8, fragments_float8, float8_sums, skeleton)
     names = functions_of(
         (*modules, grouped_float8_tokens), ROWS=128, STEP=256, HALF=128, UNITS=4, FOLDED=26,
         UNIT=None, WORDS=None, PART_WORDS=None, OF_ROWS=None,
@@ -82,6 +83,8 @@ def functions() -> dict[str, Any]:
     names |= {"permuted": permuted, "looked_up": looked_up, "codes_of": codes_of}
     names |= {"distance": distance, "not_and_or": lambda a, mask, b: (~a & mask) | b}
     names["of_rows"] = lambda x, T: x[:, None]
+    names["as_held"] = lambda x, dtype: x.to(dtype).float()
+    names["quotient"] = lambda x, scale: x / scale
     names["fragments"] = names["to_float8"] = SimpleNamespace(**names)
     return names
 
@@ -177,17 +180,24 @@ def arranged(x: Tensor) -> Tensor:
     return pairs.transpose(2, 3).reshape(x.shape)
 
 
-def product(w: Weights, x_TK: Tensor, out_n: int, bias_EN: Tensor, act: Act, expert: int) -> Any:
-    """All tiles of an expert's product with tokens, as they are stored."""
+def product(
+    w: Weights, x_TK: Tensor, out_n: int, bias_EN: Tensor, act: Act, expert: int,
+    static: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """All tiles of an expert's product with tokens, as they are stored: codes by a static scale if
+    there is one."""
     f = functions()
     N, K = w.values.shape[1], x_TK.shape[1]
     out = torch.full((T, out_n), torch.nan, dtype=BF16)
+    if static is not None:
+        out = out.to(torch.float8_e4m3fn)
     sizes, each = (N, K, out_n, out_n), 64 if act.gated else 128
+    output = pointer(bias_EN), None if static is None else pointer(static), pointer(out)
     for n in range(-(-out_n // each)):
         tile = (value(expert), value(T), value(0), n)
         for LOWER in range(2):
             sums = sums_of_consumer(w, arranged(x_TK), (tile, sizes), LOWER, act)
-            f["_store"](sums, (pointer(bias_EN), pointer(out)), tile, sizes, LOWER, act)
+            f["_store"](sums, output, tile, sizes, LOWER, BF16, act)
     return out
 
 
@@ -230,3 +240,16 @@ def test_every_row_is_multiplied_and_stored_in_its_place(
     got = product(w, x_TK, out_n, bias_EN, act, 1)
     # Rounded once, after sums of float32 in another order.
     torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("act", [SILU, UNGATED], ids=lambda a: a.kind)
+def test_h_is_stored_as_codes_by_a_static_scale(act: Act) -> None:
+    """Those of what bfloat16 holds of it."""
+    out_n, K = 160, 256
+    w, _ = weights("int4:1x128:bfloat16", 2 * out_n if act.gated else out_n, K, 0)
+    x_TK = (torch.randn(T, K) * 8).to(torch.float8_e4m3fn).float() / 8 / K**0.5
+    bias_EN, scale = torch.randn(E, w.values.shape[1]).to(BF16), torch.tensor([0.011])
+    h = product(w, x_TK, out_n, bias_EN, act, 0)
+    got = product(w, x_TK, out_n, bias_EN, act, 0, scale)
+    assert got.view(torch.uint8).equal((h.float() / scale).to(got.dtype).view(torch.uint8))
+    assert got.float().abs().max() > 100

@@ -52,7 +52,10 @@ def parted(w, less, W: gl.constexpr):
         odd = distance((w >> 4) & 0x0F0F0F0F, 0x08080808), w
     else:
         n, m = (w & 0x0F0F0F0F) | -0x7F7F7F80, ((w >> 4) & 0x0F0F0F0F) | -0x7F7F7F80
-        even, odd = (distance(n, less), n - (less & 0x7F7F7F7F)), (distance(m, less), m - (less & 0x7F7F7F7F))
+        even, odd = (
+            (distance(n, less), n - (less & 0x7F7F7F7F)),
+            (distance(m, less), m - (less & 0x7F7F7F7F)),
+        )
     return even, odd
 
 

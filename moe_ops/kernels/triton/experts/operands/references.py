@@ -1,5 +1,5 @@
-"""The largest scale of each row of a weight whose scales are powers of two, where all of the row are
-near it: then they can be part of codes (`grouped_float8_tokens.py`)."""
+"""The largest scale of each row of a weight whose scales are powers of two, where all of the row
+are near it: then they can be part of codes (`grouped_float8_tokens.py`)."""
 
 from __future__ import annotations
 

@@ -188,7 +188,8 @@ def nan_words(seen, stored, W: gl.constexpr):
 
 @gluon.jit
 def parted_unit(words, less, u: gl.constexpr, half: gl.constexpr, W: gl.constexpr):
-    """`to_float8.parted` of the words of unit u: `less` are zero points of its group, or nothing."""
+    """`to_float8.parted` of the words of unit u of half a stage: `less` are zero points of groups,
+    or nothing."""
     if len(less) == 0:
         return to_float8.parted(words[u], None, W)
     else:
@@ -209,7 +210,9 @@ def row_references(ptr, tile, sizes, LOWER: gl.constexpr, ACT: gl.constexpr):
 def folded_unit(words, more, u: gl.constexpr):
     """The words of unit u, and the magnitudes of their codes by how much the exponents of its
     scales, the bytes of `more`, are above the least one."""
-    exponent = gl.convert_layout((more >> (8 * u)) & 0xFF, gl.SliceLayout(1, UNIT), assert_trivial=True)
+    exponent = gl.convert_layout(
+        (more >> (8 * u)) & 0xFF, gl.SliceLayout(1, UNIT), assert_trivial=True
+    )
     return words[u], to_float8.folded(words[u], exponent[:, None])
 
 
