@@ -28,7 +28,7 @@ FOLDED = gl.constexpr(26)  # by how much exponents of a row may differ to be par
 @gluon.constexpr_function
 def in_flight(parts, blocks):
     """Products that are under way at once, whose sums have room in registers."""
-    return 4 if max(parts) <= 32 and blocks == 1 else 2
+    return 4 if max(parts) <= 32 and len(parts) == 1 and blocks == 1 else 2
 
 
 @gluon.constexpr_function

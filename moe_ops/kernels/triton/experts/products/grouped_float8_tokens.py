@@ -241,6 +241,11 @@ def _run_tile(
             _store_all(
                 accs, row_scale, output, tile, sizes, scales, LOWER, PARTS, 2.0**-13, HOW
             )  # fmt: skip
+        elif len(PARTS) == 2:
+            # What is rarely taken leaves registers to the other way.
+            _run_plain(
+                LOWER, step, k_steps, tile, output, rings, sizes, scales, (32, 32, 32, 32), HOW
+            )  # fmt: skip
         else:
             _run_plain(LOWER, step, k_steps, tile, output, rings, sizes, scales, PARTS, HOW)
 
@@ -296,7 +301,7 @@ def _grouped_float8_tokens(
         dealt, (codes, of_tokens), source, (bias_ptr, static_ptr, out_ptr), (None, None),
         (N, K, out_n, width), (w_scale_ptr, w_zero_ptr, x_scale_ptr, reference_ptr),
         _boxes_of_tile, _copy, None, _product, TOKENS, STEP, 1, STAGES=STAGES, WARPS=1,
-        AHEAD=(3, 2, 1), HOW=(W, TILE, EACH, WHOLE, HELD, ACT), BLOCKS=TILE.blocks,
+        AHEAD=(3, 2, 1), HOW=(W, TILE, EACH, WHOLE, HELD, ACT), BLOCKS=TILE.blocks, LEAN=TOKENS == 128,
     )  # fmt: skip
 
 
