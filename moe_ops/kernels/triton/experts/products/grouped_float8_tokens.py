@@ -301,7 +301,8 @@ def _grouped_float8_tokens(
         dealt, (codes, of_tokens), source, (bias_ptr, static_ptr, out_ptr), (None, None),
         (N, K, out_n, width), (w_scale_ptr, w_zero_ptr, x_scale_ptr, reference_ptr),
         _boxes_of_tile, _copy, None, _product, TOKENS, STEP, 1, STAGES=STAGES, WARPS=1,
-        AHEAD=(3, 2, 1), HOW=(W, TILE, EACH, WHOLE, HELD, ACT), BLOCKS=TILE.blocks, LEAN=TOKENS == 128,
+        AHEAD=(3, 2, 1), HOW=(W, TILE, EACH, WHOLE, HELD, ACT), BLOCKS=TILE.blocks,
+        LEAN=TOKENS == 128,
     )  # fmt: skip
 
 
