@@ -191,7 +191,8 @@ def test_the_first_line_says_which_and_the_rest_why_no_other(hopper: None) -> No
         "grouped/wgmma; grouped/row_scales multiplies codes of 8 bits with a scale a row or tensor"
         ", got mxfp4; grouped/blocks multiplies codes of float8 with a scale for 128 columns, got "
         "mxfp4; grouped/float8 multiplies inputs of float8_e4m3fn:row, float8_e4m3fn:tensor, "
-        "float8_e4m3fn:1x128, mxfp8, got floats; grouped/registers needs widths above 256 that 32 divides, got 256 and 224"
+        "float8_e4m3fn:1x128, mxfp8, got floats; grouped/registers needs widths above 256 that 32 "
+        "divides, got 256 and 224"
     )
 
 

@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -204,13 +205,17 @@ def codes_products(names: list[str]) -> None:
 
 def float8_tokens_product(
     N: int, K: int, out_n: int, act: Act, bias: bool, format: tuple[str, int, str],
-    groups: bool, tile: tuple[int, int],
+    groups: bool, tile: tuple[int, int], static: bool = False,
 ) -> None:  # fmt: skip
-    """`groups`: whether inputs have scales of groups of columns."""
+    """`groups`: whether inputs have scales of groups of columns; `static`: whether h has one."""
     element, across, kind = format
     stored = torch.uint8 if kind == "e8m0" else getattr(torch, kind)
     of_rows = (4096, K // 32) if groups else (4096,)
     each = K // across if across > 0 else 1
+    weight, of_tile = Weight(element, 1, across, kind, True, 4), float8_tile(*tile, groups)
+    folds = of_tile.fold and not groups and grouped_float8_tokens.folds(weight)
+    first = act.kind is not None
+    how = {"static": empty(1, dtype=torch.float32), "held": tl.bfloat16} if static and first else {}
     grouped_float8_tokens.launch(
         empty(4096, K, dtype=torch.float8_e4m3fn),
         empty(*of_rows, dtype=torch.float32),
@@ -218,11 +223,14 @@ def float8_tokens_product(
         empty(E, N, each, dtype=stored),
         empty(E, N, each, dtype=torch.uint8) if element == "uint4" else None,
         empty(E, N) if bias else None,
-        empty(4096, out_n),
+        empty(4096, out_n, dtype=torch.float8_e4m3fn if how else torch.bfloat16),
         TileMap(empty(99, 8, dtype=torch.int32), tile[0]),
-        float8_tile(*tile, groups),
-        Weight(element, 1, across, kind, True, 4),
+        of_tile,
+        weight,
         act,
+        reference_EN=empty(E, N, dtype=torch.uint8) if folds else None,
+        whole=static and not first,
+        **how,
     )
 
 
@@ -247,6 +255,9 @@ def float8_tokens_products(names: list[str]) -> None:
         if FORMATS in names:
             float8_tokens_product(2 * I, columns, I, Act("silu"), False, format, groups, tile)
             float8_tokens_product(D, columns, D, LINEAR, True, format, groups, tile)
+    if FORMATS in names:
+        float8_tokens_product(2 * I, D, I, Act("silu"), False, int4, False, (64, 1), static=True)
+        float8_tokens_product(D, D, D, LINEAR, False, int4, False, (64, 1), static=True)
 
 
 def by_row_product(

@@ -68,6 +68,7 @@ class Call:
     inverse_R: Tensor | None = None  # and the row of each pair
     table: Tensor | None = None  # of experts in use, which `tiny_up` writes
     tile_map: TileMap = field(init=False)  # of sorted rows, for products with a table of tiles
+    references: tuple[Tensor | None, Tensor | None] = None, None  # of weights, see `references.py`
     added13: Added = NOTHING  # what the products add for adapters
     added2: Added = NOTHING
     x: Operand = field(init=False)

@@ -26,9 +26,9 @@ FOLDED = gl.constexpr(26)  # by how much exponents of a row may differ to be par
 
 
 @gluon.constexpr_function
-def in_flight(parts, blocks):
+def in_flight(parts):
     """Products that are under way at once, whose sums have room in registers."""
-    return 4 if max(parts) <= 32 and len(parts) == 1 and blocks == 1 else 2
+    return 4 if max(parts) <= 32 and len(parts) == 1 else 2
 
 
 @gluon.constexpr_function
@@ -139,8 +139,7 @@ def _add(
 @gluon.jit
 def _add_stage(
     accs, bytes, stored, less, next_less, rings, step, last, LOWER: gl.constexpr,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, BLOCKS: gl.constexpr, W: gl.constexpr,
-    ACT: gl.constexpr,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """Add the products of a stage to sums: those of each of its groups of columns, times its scale.
 
@@ -151,7 +150,7 @@ def _add_stage(
     codes, of_tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     JOBS: gl.constexpr = GROUPS * len(PARTS)
-    DEPTH: gl.constexpr = min(2 * JOBS, in_flight(PARTS, BLOCKS))
+    DEPTH: gl.constexpr = min(2 * JOBS, in_flight(PARTS))
     FIRST: gl.constexpr = min(JOBS, DEPTH)
     stage = step % STAGES
     operands = _operands(bytes, GROUPS, PARTS[0])
@@ -185,6 +184,39 @@ def _add_stage(
 
 
 @gluon.jit
+def _add_stage_in_turn(
+    accs, stored, less, rings, step, LOWER: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """`_add_stage` of few registers: nothing is decoded ahead. While a warp waits for products,
+    those of the other block that shares the processor decode."""
+    codes, of_tokens, full, empty = rings
+    STAGES: gl.constexpr = full.shape[0]
+    JOBS: gl.constexpr = GROUPS * len(PARTS)
+    DEPTH: gl.constexpr = min(JOBS, 2)
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), step // STAGES & 1)
+    for half in gl.static_range(2):
+        parts = _decode(codes, stage, less, half, LOWER, W, ACT)
+        operands = _operands(_bytes(parts, W), GROUPS, PARTS[0])
+        place = of_tokens[0].index(2 * stage + half)
+        begun = ()
+        for j in gl.static_range(DEPTH):
+            begun = begun + (_start(operands, place, j, PARTS),)  # noqa: RUF005
+        for j in gl.static_range(JOBS):
+            begun = _wait(begun)
+            accs = _add(accs, begun[0], stored, of_tokens, stage, half, j, GROUPS, PARTS, W)
+            rest = ()
+            for s in gl.static_range(1, len(begun)):
+                rest = rest + (begun[s],)  # noqa: RUF005
+            if j + DEPTH < JOBS:
+                rest = rest + (_start(operands, place, j + DEPTH, PARTS),)  # noqa: RUF005
+            begun = rest
+    mbarrier.arrive(empty.index(stage))
+    return accs
+
+
+@gluon.jit
 def _no_sums(PARTS: gl.constexpr):
     accs = ()
     for p in gl.static_range(len(PARTS)):
@@ -209,18 +241,25 @@ def multiply(
     seen = at[1] * 0
     stored = fragments.load_factors(w_scale_ptr, at, 0, W)
     zeros = _load_zeros(w_zero_ptr, at, 0, W)
-    mbarrier.wait(full.index(step % full.shape[0]), step // full.shape[0] & 1)
-    bytes = _bytes(_decode(codes, step % full.shape[0], zeros, 0, LOWER, W, ACT), W)
+    AHEAD: gl.constexpr = HOW[1].blocks == 1  # whether there is room to decode ahead
+    if AHEAD:
+        mbarrier.wait(full.index(step % full.shape[0]), step // full.shape[0] & 1)
+        bytes = _bytes(_decode(codes, step % full.shape[0], zeros, 0, LOWER, W, ACT), W)
     last = step + steps - 1
     for i in range(steps):
         further = fragments.load_factors(w_scale_ptr, at, i + 1, W)
         further_zeros = _load_zeros(w_zero_ptr, at, i + 1, W)
         words = fragments.as_words(stored, W)
         seen = fragments.nan_words(seen, words, W)
-        accs, bytes = _add_stage(
-            accs, bytes, words, zeros, further_zeros, rings, step + i, last, LOWER, GROUPS, PARTS,
-            HOW[1].blocks, W, ACT,
-        )  # fmt: skip
+        if AHEAD:
+            accs, bytes = _add_stage(
+                accs, bytes, words, zeros, further_zeros, rings, step + i, last, LOWER, GROUPS,
+                PARTS, W, ACT,
+            )  # fmt: skip
+        else:
+            accs = _add_stage_in_turn(
+                accs, words, zeros, rings, step + i, LOWER, GROUPS, PARTS, W, ACT
+            )  # fmt: skip
         stored, zeros = further, further_zeros
     return accs, seen
 

@@ -45,7 +45,11 @@ from moe_ops.kernels.triton.experts.formats import to_float8
 from moe_ops.kernels.triton.experts.operands.references import references
 from moe_ops.kernels.triton.experts.products import fragments_float8 as fragments
 from moe_ops.kernels.triton.experts.products import skeleton
-from moe_ops.kernels.triton.experts.products.float8_sums import multiply, multiply_folded
+from moe_ops.kernels.triton.experts.products.float8_sums import (
+    FOLDED,
+    multiply,
+    multiply_folded,
+)
 from moe_ops.kernels.triton.experts.products.float8_tile import Float8Tile
 from moe_ops.kernels.triton.experts.products.fragments_float8 import (
     HALF,
@@ -309,18 +313,17 @@ def _grouped_float8_tokens(
 def launch(
     x_RK: Tensor, x_scale: Tensor, w_ENW: Tensor, w_scale: Tensor, w_zero: Tensor | None,
     bias_EN: Tensor | None, out: Tensor, tiles: TileMap, tile: Float8Tile, weight: Weight, act: Act,
-    *, whole: bool = False, static: Tensor | None = None, held: gl.dtype | None = None,
+    *, reference_EN: Tensor | None = None, whole: bool = False, static: Tensor | None = None,
+    held: gl.dtype | None = None,
 ) -> None:  # fmt: skip
     """Run one product over sorted rows of codes in the order of `in_float8_order`, by scales of
     rows [R], of each 32 columns [R, multiple of 8], or one on the whole; its output is in that
-    order if `act` has a kind, and codes by a static scale of what `held` holds if there is one. The
-    backend says which layers it takes."""
+    order if `act` has a kind, and codes by a static scale of what `held` holds if there is one. Of
+    weights whose scales may become part of codes there are `references`. The backend says which
+    layers it takes."""
     _, N, words = w_ENW.shape
     gated, width, x_scale_desc, each = act.gated, out.shape[1], None, 0
-    reference_EN = None
     if weight.kind == "e8m0" and weight.across == 32:
-        if tile.fold and x_scale.dim() == 1:
-            reference_EN = references(w_scale)
         w_scale = as_long_words(w_scale)
     if x_scale.dim() == 2:
         each, plain = 2 * UNITS.value, gl.NVMMASharedLayout(0, 32, rank=2)
@@ -350,22 +353,35 @@ def _boxed(w_ENW: Tensor, interleaved: bool) -> list[TensorDescriptor]:
     return [TensorDescriptor.from_tensor(t, [ROWS.value // 2, 32], bytes_128) for t in pair]
 
 
-def _run_product(c: Call, x: Operand, stack: Stack, out: Tensor, act: Act, **how: Any) -> None:
+def _run_product(
+    c: Call, x: Operand, stack: Stack, out: Tensor, act: Act, reference: Tensor | None, **how: Any
+) -> None:
     w, scale, zero, _, bias = stack
     assert c.layer.codes is not None and x.scale is not None and scale is not None
     words, weight = w.view(torch.int32), c.layer.codes.weight
+    how |= {"reference_EN": reference}
     launch(
         x.values, x.scale, words, scale, zero, bias, out, c.tile_map, c.tiles, weight, act, **how
     )
 
 
 def _up(c: Call) -> None:
+    codes = c.codes
+    assert codes is not None
+    if c.tiles.fold and folds(codes.weight) and codes.scaled != "group":
+        c.references = references(codes.w13_scale_EFG, codes.w2_scale_EDG, FOLDED.value)
     how = {"static": c.static, "held": c.rounded}
-    _run_product(c, c.x, c.layer.stack13, c.h.values, c.layer.act, **how)
+    _run_product(c, c.x, c.layer.stack13, c.h.values, c.layer.act, c.references[0], **how)
 
 
 def _down(c: Call) -> None:
-    _run_product(c, c.h, c.layer.stack2, c.out, LINEAR, whole=c.static is not None)
+    whole = c.static is not None
+    _run_product(c, c.h, c.layer.stack2, c.out, LINEAR, c.references[1], whole=whole)
+
+
+def folds(weight: Weight) -> bool:
+    """Whether scales of a weight can become part of its codes."""
+    return weight.element == "float4_e2m1" and weight.kind == "e8m0" and weight.across == 32
 
 
 run = Products(
