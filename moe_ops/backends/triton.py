@@ -8,7 +8,7 @@ triton.grouped  many rows an expert: the rate of the matrix units decides; and a
 
 Each takes the first of its paths (`triton_paths.py`) that does not refuse a call.
 Inputs of formats that no GPU here multiplies are emulated, by triton.rows and triton.grouped; of
-float8 with weights of four bits triton.grouped multiplies codes on Hopper.
+float8 with weights of four bits triton.grouped multiplies codes on Hopper, where that is faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_ops.backends import triton_paths as paths
 from moe_ops.backends.strides import contiguous, in_words, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import refuse_device
-from moe_ops.backends.triton_hopper import refuse_float8, refuse_many
+from moe_ops.backends.triton_hopper import refuse_many
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
 from moe_ops.backends.triton_support import (
     formats_of,
@@ -220,9 +220,10 @@ def _run_onto(kernel: str, call: ExpertsOntoCall, before: Before = None) -> Tens
 def _emulates(kernel: str, call: ExpertsCall) -> bool:
     """Whether a backend emulates the inputs of a call; triton.grouped has a path for codes of some
     of them."""
-    if inputs_of(call) is None:
-        return False
-    return kernel != "grouped" or refuse_float8(call) is not None
+    if inputs_of(call) is None or kernel != "grouped":
+        return inputs_of(call) is not None
+    codes = paths.BY_FORCED["triton.grouped/float8"]
+    return (codes.refuses(call) or codes.is_slower(call)) is not None
 
 
 def _register(

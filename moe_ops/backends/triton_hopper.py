@@ -82,9 +82,7 @@ def refuse_many(call: ExpertsCall) -> str | None:
     rows take, or None."""
     if inputs_of(call) is None:
         return refuse_eight_bits(call)
-    if refuse_float8(call) is None or refuse_registers(call) is None:
-        return None
-    return refuse_decoded(call)
+    return None if refuse_registers(call) is None else refuse_decoded(call)
 
 
 def refuse_decoded(call: ExpertsCall) -> str | None:

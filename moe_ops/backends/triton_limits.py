@@ -24,7 +24,6 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # code; with inputs of 8 bits, on an H100; and where it multiplies codes as they are stored, by the
 # bits and whether rows have one scale for a step of columns, and of large experts.
 MOST_TINY_TOKENS_OF_CODES = 1
-MOST_ROWS_OF_FLOAT8 = 8  # where triton.grouped multiplies codes of four bits with those of float8
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
 # Those of fewer than eight bits take the ways of four, which were measured.
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
@@ -34,6 +33,9 @@ MOST_ROWS_OF_LARGE_AS_STORED = 24
 # HUGE elements of W2 they have fewer: 4 rows of mixtral_8x7b took 262 µs so on an H200, and 251 in
 # tiles of 16 tokens.
 HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
+# Of large experts from so many rows an expert on average on codes of four bits are multiplied with
+# those of float8 as such, where fewer are multiplied as 16 bits.
+LEAST_ROWS_OF_FLOAT8 = 10
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
@@ -56,6 +58,15 @@ def most_rows_tokens(call: ExpertsCall, *, adapted: bool = False) -> int | None:
     return None if most is None else most * experts // call.ids_TK.shape[1]
 
 
+def least_of_float8(call: ExpertsCall) -> float:
+    """The fewest tokens for which weights of four bits are multiplied with inputs of float8 as
+    codes: infinity where experts are small, of which no time was better."""
+    if not _is_large(call):
+        return math.inf
+    experts = call.w2_EDI.shape[0] if call.expert_map is None else call.expert_map.shape[0]
+    return -(-LEAST_ROWS_OF_FLOAT8 * experts // call.ids_TK.shape[1])
+
+
 def _is_large(call: ExpertsCall) -> bool:
     """Whether an expert is large: its second weight has at least LARGE values."""
     return math.prod(call.widths) >= LARGE
@@ -68,13 +79,12 @@ def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
         return None
     if call.x_format and inputs_of(call) is None:
         return MOST_ROWS_OF_QUANTIZED_INPUTS
-    if as_stored and refuse_float8(call) is None:
-        return MOST_ROWS_OF_FLOAT8
     weight = weight_of(call)
     bits = 8 if weight.bits == 8 else 4
     if as_stored and refuse_registers(call) is None:
         if _is_large(call):
-            return _most_rows_of_large(weight, math.prod(call.widths))
+            most = _most_rows_of_large(weight, math.prod(call.widths))
+            return min(most, LEAST_ROWS_OF_FLOAT8 - 1) if refuse_float8(call) is None else most
         return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]
     decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // weight.bits
     return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]

@@ -193,16 +193,16 @@ def of_registers(
 
 # Rows an expert on average, by the tokens of a tile of codes that are decoded to float8, and the
 # blocks that share a processor.
-MOST_OF_FLOAT8_TILE = {(16, 2): 12, (32, 2): 28, (64, 1): 40, (128, 1): math.inf}
+MOST_OF_FLOAT8_TILE = {(32, 2): 24, (128, 1): math.inf}
 FLOAT8_TILES = tuple(MOST_OF_FLOAT8_TILE)
 MOST_FLOAT8_STAGES = 20
 LEAST_FOLDED = 64  # tokens of a tile for which scales become part of codes
 
 
-def float8_tile(tokens: int, blocks: int, groups: bool = False) -> Float8Tile:
-    """A tile with as many stages as fit, of tokens that may have scales of groups of columns."""
+def float8_tile(tokens: int, blocks: int) -> Float8Tile:
+    """A tile with as many stages as fit."""
     memory = (BLOCK_MEMORY if blocks == 1 else OF_A_PAIR) - STORED
-    stage = 2 * STEP * (tokens + 64) + 32 * tokens * groups
+    stage = 2 * STEP * (tokens + 64)
     stages = stages_within(memory, stage, MOST_FLOAT8_STAGES)
     return Float8Tile(tokens, stages, blocks, tokens >= LEAST_FOLDED)
 
@@ -212,10 +212,9 @@ def of_float8(
 ) -> Float8Tile:
     """The tile of a call by the table."""
     experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
-    per_expert, inputs = ids_TK.numel() / experts, _codes(layer).inputs
-    assert inputs is not None
-    tokens, blocks = next(t for t, most in MOST_OF_FLOAT8_TILE.items() if per_expert <= most)
-    return float8_tile(tokens, blocks, inputs.scale not in ("row", "tensor"))
+    per_expert = ids_TK.numel() / experts
+    tile = next(tile for tile, most in MOST_OF_FLOAT8_TILE.items() if per_expert <= most)
+    return float8_tile(*tile)
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:

@@ -43,7 +43,7 @@ TAKEN: dict[str, tuple[tuple[str, str], int, tuple[int, int]]] = {
     "rows/stream": (("mxfp4", ""), 4, (256, 224)),
     "grouped/row_scales": (ROWS, 40, (512, 448)),
     "grouped/blocks": (BLOCKS, 40, (512, 448)),
-    "grouped/float8": (("mxfp4", "float8_e4m3fn:row"), 200, (768, 576)),
+    "grouped/float8": (("mxfp4", "float8_e4m3fn:row"), 200, (4096, 2048)),
     "grouped/registers": (("mxfp4", ""), 40, (512, 448)),
     "grouped/wgmma": (FLOATS, 40, (512, 448)),
     "grouped/plain": (("mxfp4", ""), 40, (512, 448)),
@@ -124,7 +124,7 @@ WRONG_WIDTHS = {
     "rows/stream": "needs widths that 32 divides, got 264 and 232",
     "grouped/row_scales": "needs widths above 384 that 16 divides, got 520 and 456",
     "grouped/blocks": "needs a width of experts that 64 divides, got 456",
-    "grouped/float8": "needs widths above 512 that 32 divides, got 776 and 584",
+    "grouped/float8": "needs widths above 512 that 32 divides, got 4104 and 2056",
     "grouped/registers": "needs widths above 256 that 32 divides, got 520 and 456",
     "grouped/wgmma": "needs rows of inputs that begin at a multiple of 16 elements, got every 520 "
     "(first product), needs rows of inputs that begin at a multiple of 16 elements, got every 456 "
@@ -191,7 +191,7 @@ def test_the_first_line_says_which_and_the_rest_why_no_other(hopper: None) -> No
         "grouped/wgmma; grouped/row_scales multiplies codes of 8 bits with a scale a row or tensor"
         ", got mxfp4; grouped/blocks multiplies codes of float8 with a scale for 128 columns, got "
         "mxfp4; grouped/float8 multiplies inputs of float8_e4m3fn:row, float8_e4m3fn:tensor, "
-        "float8_e4m3fn:1x128, mxfp8, got floats; grouped/registers needs widths above 256 that 32 "
+        "got floats; grouped/registers needs widths above 256 that 32 "
         "divides, got 256 and 224"
     )
 

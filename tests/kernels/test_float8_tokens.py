@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.kernels.triton.experts.formats.codes import Codes, with_float8
-from moe_ops.kernels.triton.experts.operands.float8_groups import quantize_groups
 from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
 from moe_ops.kernels.triton.experts.operands.references import references
 from moe_ops.kernels.triton.experts.operands.row_scales import quantize_h, quantize_x
@@ -27,7 +26,6 @@ from tests.kernels.test_grouped_float8 import arranged
 
 W = "int4:1x128"
 E, T, K, D = 5, 19, 3, 288
-GROUPS = {9: 32, 3: 128}  # columns, by how many groups there are
 
 
 def tokens() -> Tensor:
@@ -56,64 +54,48 @@ def routed() -> tuple[Tensor, Tensor]:
     return ids_TK, sort_pairs(ids_TK, E, None)[1]
 
 
-def check(got: tuple[Tensor, Tensor], want: Tensor, scale_GR: Tensor, rows: Tensor) -> None:
-    """Codes, but those whose scale is NaN, and scales [groups, rows]."""
+def check(got: tuple[Tensor, Tensor], want: Tensor, scale_R: Tensor, rows: Tensor) -> None:
+    """Codes, but those whose scale is NaN, and scales of rows."""
     codes, scale = got
-    if len(scale_GR) == 1:
-        taken, each = scale.view(-1)[rows][None], D
-    else:
-        taken, each = scale[rows, : D // 32].T, 32
-        scale_GR = scale_GR.repeat_interleave(GROUPS[len(scale_GR)] // 32, 0)[: D // 32]
-    torch.testing.assert_close(taken, scale_GR, rtol=0, atol=0, equal_nan=True)
-    known = arranged(scale_GR.T.isfinite().repeat_interleave(each, 1))
-    got_codes, want_codes = codes[rows].float(), arranged(want.float())
-    torch.testing.assert_close(got_codes[known], want_codes[known], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(scale.view(-1)[rows], scale_R, rtol=0, atol=0, equal_nan=True)
+    known = scale_R.isfinite()
+    got_codes, want_codes = codes[rows].float()[known], arranged(want.float())[known]
+    torch.testing.assert_close(got_codes, want_codes, rtol=0, atol=0, equal_nan=True)
     assert known.float().mean() > 0.5
 
 
 def wanted(x: Tensor, x_format: str, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes of `quantize`, and float32 scales [groups, rows]."""
+    """Codes of `quantize`, and float32 scales of rows."""
     format = Format.of(x_format)
     done = packing.quantize(x, format, scale=scale)
     scale = packing.decode_scale(done.scale, format.scale)
-    return done.values, scale.expand(len(x), -1).T
+    return done.values, scale.expand(len(x), -1)[:, 0]
 
 
-GIVEN = [
-    ("float8_e4m3fn:row", False), ("float8_e4m3fn:row", True), ("float8_e4m3fn:tensor", False),
-    ("mxfp8", False), ("mxfp8", True), ("float8_e4m3fn:1x128", False),
-    ("float8_e4m3fn:1x128", True),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("x_format", "given"), GIVEN)
+@pytest.mark.parametrize(
+    ("x_format", "given"),
+    [("float8_e4m3fn:row", False), ("float8_e4m3fn:row", True), ("float8_e4m3fn:tensor", False)],
+)
 def test_tokens_in_the_rows_of_their_pairs(x_format: str, given: bool) -> None:
     x_TD, (ids_TK, inverse_R) = tokens(), routed()
     static = torch.tensor([0.37], device=DEVICE) if x_format.endswith("tensor") else None
-    values, scale_GT = wanted(x_TD, x_format, static)
-    codes = codes_of(x_format, x_scale=static)
+    values, scale_T = wanted(x_TD, x_format, static)
     if given:
         done = packing.quantize(x_TD, Format.of(x_format))
-        group = 0 if codes.float8 is None else codes.float8.group
-        got = in_rows(done.values, done.scale, inverse_R, K, arranged=True, group=group)
-    elif codes.float8 is not None:
-        got = quantize_groups(x_TD, codes.float8, inverse_R, K)
+        got = in_rows(done.values, done.scale, inverse_R, K, arranged=True)
     else:
+        codes = codes_of(x_format, x_scale=static)
         got = quantize_x(x_TD, codes, ids_TK, None, inverse_R, arranged=True)
     pairs = (inverse_R >= 0).nonzero()[:, 0]
-    check(got, values[pairs // K], scale_GT[:, pairs // K], inverse_R[pairs])
+    check(got, values[pairs // K], scale_T[pairs // K], inverse_R[pairs])
 
 
-@pytest.mark.parametrize("x_format", ["float8_e4m3fn:row", "float8_e4m3fn:1x128", "mxfp8"])
-def test_rows_of_h_that_are_arranged(x_format: str) -> None:
-    h_RI, codes = tokens(), codes_of(x_format)
-    values, scale_GR = wanted(h_RI, x_format)
-    stored = arranged(h_RI)
-    if codes.float8 is not None:
-        got = quantize_groups(stored, codes.float8, None, 1)
-    else:
-        got = quantize_h(stored, codes, torch.tensor([T], dtype=torch.int32, device=DEVICE))
-    check(got, values, scale_GR, torch.arange(T, device=DEVICE))
+def test_rows_of_h_that_are_arranged() -> None:
+    x_format, h_RI = "float8_e4m3fn:row", tokens()
+    values, scale_R = wanted(h_RI, x_format)
+    ends_E = torch.tensor([T], dtype=torch.int32, device=DEVICE)
+    got = quantize_h(arranged(h_RI), codes_of(x_format), ends_E)
+    check(got, values, scale_R, torch.arange(T, device=DEVICE))
 
 
 @pytest.mark.parametrize("groups", [(9, 128), (448, 9)])

@@ -41,8 +41,7 @@ UNGATED = Act("relu2", gated=False)
 # Formats, and by how many powers of two some scales of some rows are less.
 FORMATS = (
     ("mxfp4", 0), ("mxfp4", 7), ("mxfp4", 18), ("mxfp4", 40), *((f, 0) for f in (
-    "float4_e2m1:1x64:bfloat16", "int4:1x32:float16", "int4:1x128:bfloat16", "int4:row",
-    "uint4:1x64:bfloat16", "uint4:1x128:float16",
+    "int4:1x128:bfloat16", "int4:row", "uint4:1x128:float16", "uint4:row:bfloat16",
     )),
 )  # fmt: skip
 
@@ -107,7 +106,7 @@ class Ring:
 
 def boxes_of(w: Weights, tile: Any, sizes: Any, step: int, act: Act) -> tuple[Tensor, ...]:
     """The boxes that are copied of a step; zeros where there is nothing."""
-    how = (weight_of(w.format, ""), SimpleNamespace(tokens=T), 0, act)
+    how = (weight_of(w.format, ""), SimpleNamespace(tokens=T), act)
     left, right, _ = functions()["_boxes_of_tile"](0, tile, None, None, sizes, how)
     rows = w.values.view(torch.int32).flatten(0, 1)
     pair = (rows[::2], rows[1::2]) if act.interleaved else (rows, rows)
@@ -229,8 +228,6 @@ def test_every_row_is_multiplied_and_stored_in_its_place(
     N = 2 * out_n if act.gated else out_n
     if "128" in format:
         K = 512
-    elif "64" in format:
-        K = K // 64 * 64
     w, w_ENK = weights(format, N, K, apart)
     x_TK = (torch.randn(T, K) * 8).to(torch.float8_e4m3fn).float() / 8 / K**0.5
     bias_EN = torch.randn(E, N).to(BF16)

@@ -28,7 +28,6 @@ class Codes:
     global_scale13_E: Tensor | None = None
     global_scale2_E: Tensor | None = None
     inputs: Inputs | None = None  # that are emulated
-    float8: Inputs | None = None  # that are not, but have scales in groups
     scaled: str = ""  # of those of 8 bits, what has a scale: "group", "row" or "tensor"
     x_scale: Tensor | None = None  # static ones
     h_scale: Tensor | None = None
@@ -64,12 +63,12 @@ class Codes:
 
 
 def with_float8(codes: Codes) -> Codes:
-    """Codes whose inputs of float8 are multiplied as such, in place of being emulated."""
-    assert codes.inputs is not None
-    weight, inputs = replace(codes.weight, inputs_8=True), codes.inputs
-    if inputs.scale in ("row", "tensor"):
-        return replace(codes, weight=weight, inputs=None, scaled=inputs.scale)
-    return replace(codes, weight=weight, inputs=None, scaled="group", float8=inputs)
+    """Codes whose inputs of float8, of a scale a row or tensor, are multiplied as such, in place of
+    being emulated."""
+    inputs = codes.inputs
+    assert inputs is not None and inputs.scale in ("row", "tensor"), inputs
+    weight = replace(codes.weight, inputs_8=True)
+    return replace(codes, weight=weight, inputs=None, scaled=inputs.scale)
 
 
 def floats_of(x_TD: Tensor, codes: Codes | None) -> torch.dtype:

@@ -62,12 +62,6 @@ def column_at(place, BITS: tl.constexpr):
     return column
 
 
-def padded_groups(columns: int) -> int:
-    """How many scales of 32 columns each lie side by side, of inputs in the order of
-    `in_float8_order`: those of whole steps."""
-    return triton.cdiv(columns, 2 * STEP) * (2 * STEP // 32)
-
-
 def arranged(columns: int, weight: Weight) -> int:
     """The columns of arranged tokens: whole blocks, the rest of which are zeros."""
     block = STEP // 2 if weight.bits == 8 else STEP

@@ -20,7 +20,6 @@ from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.operands import row_scales
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
-from moe_ops.kernels.triton.experts.operands.float8_groups import quantize_groups
 from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.operands.prequantized import decode, in_rows
@@ -50,10 +49,7 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     elif codes.quantizes and given_TG is not None:
         scale = given_TG
         if inverse_R is not None:
-            group = 0 if codes.float8 is None else codes.float8.group
-            x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K, c.reads.float8, group)
-    elif codes.float8 is not None:
-        x_TD, scale = quantize_groups(x_TD, codes.float8, inverse_R, K)
+            x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K)
     elif codes.quantizes and inverse_R is not None:
         x_TD, scale = quantize_sorted(x_TD, inverse_R, K, codes.weight.across)
     elif codes.quantizes:
@@ -95,8 +91,6 @@ def hidden_operand(c: Call) -> Operand:
     elif codes.by_row:
         assert c.weights is not None
         values, scale = row_scales.quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
-    elif codes.float8 is not None:
-        values, scale = quantize_groups(values, codes.float8, None, 1)
     elif codes.quantizes:
         values, scale = quantize_tokens(values, codes.weight)
     elif codes.inputs is not None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.experts.formats.codes import Codes
-from moe_ops.kernels.triton.experts.formats.order import in_float8_order, padded_groups
+from moe_ops.kernels.triton.experts.formats.order import in_float8_order
 from moe_ops.kernels.triton.experts.formats.scales import scale_of
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
@@ -20,14 +20,13 @@ TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes
 
 @triton.jit(do_not_specialize=["T"])
 def copy_to_rows_kernel(
-    codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_row, stride_group, T,
+    codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_scale, T,
     K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
-    BG: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr, ARRANGED: tl.constexpr,
-    EACH: tl.constexpr, PDL: tl.constexpr,
+    BG: tl.constexpr, ARRANGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BW words of the codes of BT tokens, or bytes if they become ARRANGED as
     `in_float8_order` says, written to each of their rows; the first one of these tokens copies
-    their scales, EACH times, and zeros to as many as there are PADDED."""
+    their scales."""
     take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     w = (tl.program_id(1) * BW + tl.arange(0, BW))[None, :]
@@ -35,46 +34,34 @@ def copy_to_rows_kernel(
     t_T1 = t.to(tl.int64)[:, None]
     here = (t < T)[:, None]
     words = tl.load(codes_ptr + t_T1 * W + w, mask=here & (w < W), other=0)
-    mine = here & (g < tl.where(tl.program_id(1) == 0, PADDED, 0))
-    stored = tl.load(scale_ptr + t_T1 * G + g, mask=mine & (g < G), other=0)
-    scales = tl.where(g < G, scale_of(stored, KIND), 0.0)
+    mine = here & (g < tl.where(tl.program_id(1) == 0, G, 0))
+    scales = tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0.0)
     if ARRANGED:
         words = in_float8_order(words)
     for k in range(K):
         row = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1).to(tl.int64)[:, None]
         tl.store(out_ptr + row * W + w, words, mask=(row >= 0) & (w < W))
-        for i in tl.static_range(EACH):
-            at = out_scale_ptr + (g * EACH + i) * stride_group + row * stride_row
-            tl.store(at, scales, mask=mine & (row >= 0))
+        tl.store(out_scale_ptr + g * stride_scale + row, scales, mask=mine & (row >= 0))
 
 
 def in_rows(
-    x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int, arranged: bool = False,
-    group: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int, arranged: bool = False
+) -> tuple[Tensor, Tensor]:
     """Codes [R, D] of the token in each row (`sort_pairs`), and float32 scales [groups, R or more],
-    as `quantize_sorted` lays them out; or arranged, and scales of groups of so many columns, if
-    they are of such, as `quantize_groups` lays them out. Rows of no pair stay unwritten. Codes fill
-    words."""
+    as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words.
+    `arranged`: as `in_float8_order` says, of whole 32 columns."""
     (T, D), R, G = x_TD.shape, inverse_R.numel(), scale_TG.shape[1]
-    codes_RD, each, padded = x_TD.new_empty(R, D), 1, G
-    if group:
-        each = group // 32
-        scale = scale_TG.new_empty(R, padded_groups(D), dtype=torch.float32)
-        padded, strides = scale.shape[1] // each, scale.stride()
-    else:
-        scale = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16, dtype=torch.float32)
-        strides = scale.stride()[::-1]
+    codes_RD = x_TD.new_empty(R, D)
+    scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
     unit, W = (torch.uint8, D) if arranged else (torch.int32, D // 4)
     BW = min(4 * WORDS if arranged else WORDS, triton.next_power_of_2(W))
     launch(
         copy_to_rows_kernel, (triton.cdiv(T, TOKENS), triton.cdiv(W, BW)),
-        x_TD.view(unit), scale_TG, inverse_R, codes_RD.view(unit), scale, *strides, T,
-        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(padded), PADDED=padded,
-        KIND="float32" if scale_TG.dtype == torch.float32 else "e8m0", ARRANGED=arranged,
-        EACH=each, num_warps=4, **pdl_options(x_TD),
+        x_TD.view(unit), scale_TG, inverse_R, codes_RD.view(unit), scale_GR, scale_GR.stride(0), T,
+        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), ARRANGED=arranged,
+        num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
-    return codes_RD, scale
+    return codes_RD, scale_GR
 
 
 @triton.jit

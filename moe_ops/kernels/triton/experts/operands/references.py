@@ -36,15 +36,15 @@ def references_kernel(
     call ahead of this one: they are read while the last of these ends."""
     block = tl.program_id(0)
     if block < blocks13:
-        m = block * BM13 + tl.arange(0, BM13)
-        found = largest_of_rows(scale13_ptr, m, rows13, G13, SPAN, BG13)
+        m13 = block * BM13 + tl.arange(0, BM13)
+        found13 = largest_of_rows(scale13_ptr, m13, rows13, G13, SPAN, BG13)
         take_turn(PDL)
-        tl.store(out13_ptr + m, found, mask=m < rows13)
+        tl.store(out13_ptr + m13, found13, mask=m13 < rows13)
     else:
-        m = (block - blocks13) * BM2 + tl.arange(0, BM2)
-        found = largest_of_rows(scale2_ptr, m, rows2, G2, SPAN, BG2)
+        m2 = (block - blocks13) * BM2 + tl.arange(0, BM2)
+        found2 = largest_of_rows(scale2_ptr, m2, rows2, G2, SPAN, BG2)
         take_turn(PDL)
-        tl.store(out2_ptr + m, found, mask=m < rows2)
+        tl.store(out2_ptr + m2, found2, mask=m2 < rows2)
 
 
 def references(scale13_EFG: Tensor, scale2_EDG: Tensor, span: int) -> tuple[Tensor, Tensor]:

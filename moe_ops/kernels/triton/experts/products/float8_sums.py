@@ -90,7 +90,7 @@ def _bytes(parts, W: gl.constexpr):
 
 @gluon.jit
 def _operands(codes, GROUPS: gl.constexpr, T: gl.constexpr, DTYPE: gl.constexpr = gl.float8e4nv):
-    """The first operands of half a stage [64, columns], one of each group of columns."""
+    """The first operands of half a stage [64, columns], of each of its one or four groups."""
     LAYOUT: gl.constexpr = sums_layout(T)
     first = fragments.operand_of(codes[0], LAYOUT, DTYPE)
     second = fragments.operand_of(codes[1], LAYOUT, DTYPE)
@@ -101,10 +101,7 @@ def _operands(codes, GROUPS: gl.constexpr, T: gl.constexpr, DTYPE: gl.constexpr 
     else:
         left = fragments.side_by_side(first, second, LAYOUT)
         right = fragments.side_by_side(third, fourth, LAYOUT)
-        if GROUPS == 2:
-            return left, right
-        else:
-            return (fragments.side_by_side(left, right, LAYOUT),)
+        return (fragments.side_by_side(left, right, LAYOUT),)
 
 
 @gluon.jit
@@ -118,8 +115,8 @@ def _load_zeros(w_zero_ptr, at, i, W: gl.constexpr):
 
 @gluon.jit
 def _add(
-    accs, done, stored, of_tokens, stage, half: gl.constexpr, JOB: gl.constexpr,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr,
+    accs, done, stored, half: gl.constexpr, JOB: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Add what a product made to the sums of its part of the tokens."""
     PART: gl.constexpr = JOB % len(PARTS)
@@ -127,9 +124,6 @@ def _add(
     T: gl.constexpr = PARTS[PART]
     if W.across != -1:
         done = done * fragments.of_rows(fragments.scale_at(stored, GROUP, GROUPS, W), T)
-    if len(of_tokens) == 2:
-        of_x = of_tokens[1].index(stage).permute([1, 0]).slice(GROUP, 1)
-        done = done * of_x.slice(first_of(PARTS, PART), T, dim=1).load(sums_layout(T))
     sums = ()
     for p in gl.static_range(len(PARTS)):
         sums = sums + ((accs[p] + done) if p == PART else accs[p],)  # noqa: RUF005
@@ -147,20 +141,20 @@ def _add_stage(
     lies there. Codes are integers from one stage to the next: Triton would take others apart, one
     by one.
     """
-    codes, of_tokens, full, empty = rings
+    codes, tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     JOBS: gl.constexpr = GROUPS * len(PARTS)
     DEPTH: gl.constexpr = min(2 * JOBS, in_flight(PARTS))
     FIRST: gl.constexpr = min(JOBS, DEPTH)
     stage = step % STAGES
     operands = _operands(bytes, GROUPS, PARTS[0])
-    place = of_tokens[0].index(2 * stage)
+    place = tokens.index(2 * stage)
     begun = ()
     for j in gl.static_range(FIRST):
         begun = begun + (_start(operands, place, j, PARTS),)  # noqa: RUF005
     right_parts = _decode(codes, stage, less, 1, LOWER, W, ACT)
     right_operands = _operands(_bytes(right_parts, W), GROUPS, PARTS[0])
-    right_place = of_tokens[0].index(2 * stage + 1)
+    right_place = tokens.index(2 * stage + 1)
     for j in gl.static_range(FIRST, DEPTH):
         begun = begun + (_start(right_operands, right_place, j - JOBS, PARTS),)  # noqa: RUF005
     next_stage = (step + 1) % STAGES
@@ -170,7 +164,7 @@ def _add_stage(
             mbarrier.wait(full.index(next_stage), (step + 1) // STAGES & 1, pred=step != last)
             parts = _decode(codes, next_stage, next_less, 0, LOWER, W, ACT)
         begun = _wait(begun)
-        accs = _add(accs, begun[0], stored, of_tokens, stage, j // JOBS, j % JOBS, GROUPS, PARTS, W)
+        accs = _add(accs, begun[0], stored, j // JOBS, j % JOBS, GROUPS, PARTS, W)
         rest = ()
         for s in gl.static_range(1, len(begun)):
             rest = rest + (begun[s],)  # noqa: RUF005
@@ -190,7 +184,7 @@ def _add_stage_in_turn(
 ):  # fmt: skip
     """`_add_stage` of few registers: nothing is decoded ahead. While a warp waits for products,
     those of the other block that shares the processor decode."""
-    codes, of_tokens, full, empty = rings
+    codes, tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     JOBS: gl.constexpr = GROUPS * len(PARTS)
     DEPTH: gl.constexpr = min(JOBS, 2)
@@ -199,13 +193,13 @@ def _add_stage_in_turn(
     for half in gl.static_range(2):
         parts = _decode(codes, stage, less, half, LOWER, W, ACT)
         operands = _operands(_bytes(parts, W), GROUPS, PARTS[0])
-        place = of_tokens[0].index(2 * stage + half)
+        place = tokens.index(2 * stage + half)
         begun = ()
         for j in gl.static_range(DEPTH):
             begun = begun + (_start(operands, place, j, PARTS),)  # noqa: RUF005
         for j in gl.static_range(JOBS):
             begun = _wait(begun)
-            accs = _add(accs, begun[0], stored, of_tokens, stage, half, j, GROUPS, PARTS, W)
+            accs = _add(accs, begun[0], stored, half, j, GROUPS, PARTS, W)
             rest = ()
             for s in gl.static_range(1, len(begun)):
                 rest = rest + (begun[s],)  # noqa: RUF005
@@ -235,7 +229,7 @@ def multiply(
     codes, _, full, _ = rings
     W: gl.constexpr = HOW[0]
     ACT: gl.constexpr = HOW[-1]
-    GROUPS: gl.constexpr = max(fragments.groups_of(W), HOW[2] // 2)
+    GROUPS: gl.constexpr = fragments.groups_of(W)
     accs = _no_sums(PARTS)
     at = fragments.factors_at(tile, sizes, LOWER, W, ACT)
     seen = at[1] * 0
@@ -314,15 +308,15 @@ def _add_folded(
     """Add the products of a stage, of which scales are a part, to sums: see `_add_stage`. What
     writes to operands is ahead of the products of both halves: else ptxas waits for each of them.
     """
-    codes, of_tokens, full, empty = rings
+    codes, tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     stage = step % STAGES
     left = _operands((bytes[0], bytes[1], bytes[2], bytes[3]), 1, PARTS[0], gl.float8e5)[0]
     right = _operands((bytes[4], bytes[5], bytes[6], bytes[7]), 1, PARTS[0], gl.float8e5)[0]
     begun = ()
     for p in gl.static_range(len(PARTS)):
-        product = _start_half(None, left, of_tokens[0].index(2 * stage), p, PARTS)
-        product = _start_half(product, right, of_tokens[0].index(2 * stage + 1), p, PARTS)
+        product = _start_half(None, left, tokens.index(2 * stage), p, PARTS)
+        product = _start_half(product, right, tokens.index(2 * stage + 1), p, PARTS)
         begun = begun + (product,)  # noqa: RUF005
     next_stage = (step + 1) % STAGES
     mbarrier.wait(full.index(next_stage), (step + 1) // STAGES & 1, pred=step != last)

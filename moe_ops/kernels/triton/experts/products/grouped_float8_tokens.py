@@ -5,22 +5,19 @@ they are multiplied.
 As in `grouped_registers.py` weights are the first and tokens the second operand: a tile is 128 rows
 of W by up to 256 tokens, and what it makes is stored transposed. Tokens are quantised ahead of each
 product. Columns with one scale of W make a sum of their own, which is multiplied by it and added in
-float32; so are 128 columns at most, as the unit adds with fewer bits. The scale of a token is
-multiplied into the sum of all columns; those of its groups of columns come with it, and are
-multiplied into the sum of each.
+float32; so are 128 or 256 columns at most, as the unit adds with fewer bits. The scale of a token
+is multiplied into the sum of all columns.
 
     rows of x   in the order of experts, their columns in that of `order.in_float8_order`: so is h
     first       h: the gate and up values of one column are in one thread
     second      y, which is summed by token
 
 What the functions below share is as in `skeleton.py`, and
-    rings   stages of codes, of two boxes each; of tokens, and of scales that come with them;
-            barriers
+    rings   stages of codes, of two boxes each, and of tokens, of two halves; barriers
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
-    scales  scales and zero points of W; scales of rows of x, if these leave the sum
-    EACH    how many scales a token has in a stage; 0 if they leave the sum
+    scales  scales and zero points of W; scales of rows of x; `references` of W or None
     output  bias or None, static scale or None, pointer
-    accs    sums of the tokens of a tile, so many at a time
+    accs    sums of the tokens of a tile, in PARTS of so many
 """
 
 from __future__ import annotations
@@ -55,7 +52,6 @@ from moe_ops.kernels.triton.experts.products.fragments_float8 import (
     HALF,
     ROWS,
     STEP,
-    UNITS,
     sums_layout,
 )
 from moe_ops.kernels.triton.experts.products.grouped_wgmma import quotient
@@ -91,21 +87,16 @@ def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
 @gluon.jit
 def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     """A step of codes and of tokens."""
-    codes, of_tokens, _, _ = rings
-    tokens = of_tokens[0]
-    x_desc, x_scale_desc, left_desc, right_desc = source
+    codes, tokens, _, _ = rings
+    x_desc, left_desc, right_desc = source
     left, right, filled = at
     TOKENS: gl.constexpr = HOW[1].tokens
-    EACH: gl.constexpr = HOW[2]
     PART: gl.constexpr = box_of(TOKENS)
-    CODES: gl.constexpr = ROWS * (STEP // 2) + 4 * EACH * TOKENS
+    CODES: gl.constexpr = ROWS * (STEP // 2)
     for b in gl.static_range(TOKENS // PART):
         mbarrier.expect(bar, CODES + (b + 1) * PART * STEP, pred=filled == b + 1)
     tma_load(left_desc, [left, i * 32], bar, codes.index(2 * stage))
     tma_load(right_desc, [right, i * 32], bar, codes.index(2 * stage + 1))
-    if EACH > 0:
-        # What lies side by side begins at a multiple of 16 bytes, which rows do not.
-        tma_load(x_scale_desc, [tile[2], i * EACH], bar, of_tokens[1].index(stage))
     for b in gl.static_range(TOKENS // PART):
         for half in gl.static_range(2):
             place = tokens.index(2 * stage + half).slice(b * PART, PART)
@@ -178,14 +169,12 @@ def _scaled(sums, row_scale, x_scale_ptr, row, end, WHOLE: gl.constexpr, ONE: gl
     """Sums of tokens from `row` on, times what is common to all their columns: scales of rows of W
     or None, those of tokens, or of all of them if they have one on the WHOLE, and a constant."""
     T: gl.constexpr = sums.shape[1]
-    if x_scale_ptr is not None and WHOLE:
+    if WHOLE:
         sums = sums * (gl.load(x_scale_ptr) * ONE)
-    elif x_scale_ptr is not None:
+    else:
         t = gl.arange(0, T, gl.SliceLayout(0, sums_layout(T)))
         x_scale = gl.load(x_scale_ptr + row + t, mask=row + t < end, other=0.0)
         sums = sums * (x_scale * ONE)[None, :]
-    elif ONE != 1.0:
-        sums = sums * ONE
     if row_scale is not None:
         sums = sums * fragments.of_rows(row_scale, T)
     return sums
@@ -199,8 +188,8 @@ def _store_all(
     """Store the outputs of all sums of a tile."""
     expert, end, row, n = tile
     for p in gl.static_range(len(PARTS)):
-        sums = _scaled(accs[p], row_scale, scales[2], row, end, HOW[3], ONE)
-        _store(sums, output, (expert, end, row, n), sizes, LOWER, HOW[4], HOW[-1])
+        sums = _scaled(accs[p], row_scale, scales[2], row, end, HOW[2], ONE)
+        _store(sums, output, (expert, end, row, n), sizes, LOWER, HOW[3], HOW[-1])
         row += PARTS[p]
 
 
@@ -285,27 +274,22 @@ def _product(
 
 @gluon.jit(do_not_specialize=["n_tiles"])
 def _grouped_float8_tokens(
-    x_desc, x_scale_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, reference_ptr,
+    x_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, reference_ptr,
     bias_ptr, static_ptr, out_ptr, tiles_ptr, N, K, n_tiles, out_n, width, W: gl.constexpr,
-    EACH: gl.constexpr, WHOLE: gl.constexpr, HELD: gl.constexpr, ACT: gl.constexpr,
+    WHOLE: gl.constexpr, HELD: gl.constexpr, ACT: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
     dealt = first_tile(tiles_ptr, n_tiles, TOKENS)
     tokens = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, TOKENS, HALF], x_desc.layout)
-    of_tokens = (tokens,)
-    if EACH > 0:
-        of_scales: gl.constexpr = x_scale_desc.layout
-        x_scales = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS, EACH], of_scales)
-        of_tokens = (tokens, x_scales)
     codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS // 2, 32], w_desc.layout)
-    source = (x_desc, x_scale_desc, w_desc, up_desc)
+    source = (x_desc, w_desc, up_desc)
     specialize(
-        dealt, (codes, of_tokens), source, (bias_ptr, static_ptr, out_ptr), (None, None),
+        dealt, (codes, tokens), source, (bias_ptr, static_ptr, out_ptr), (None, None),
         (N, K, out_n, width), (w_scale_ptr, w_zero_ptr, x_scale_ptr, reference_ptr),
         _boxes_of_tile, _copy, None, _product, TOKENS, STEP, 1, STAGES=STAGES, WARPS=1,
-        AHEAD=(3, 2, 1), HOW=(W, TILE, EACH, WHOLE, HELD, ACT), BLOCKS=TILE.blocks,
+        AHEAD=(3, 2, 1), HOW=(W, TILE, WHOLE, HELD, ACT), BLOCKS=TILE.blocks,
         LEAN=TOKENS == 128,
     )  # fmt: skip
 
@@ -317,23 +301,20 @@ def launch(
     held: gl.dtype | None = None,
 ) -> None:  # fmt: skip
     """Run one product over sorted rows of codes in the order of `in_float8_order`, by scales of
-    rows [R], of each 32 columns [R, multiple of 8], or one on the whole; its output is in that
+    rows [R] or one on the whole; its output is in that
     order if `act` has a kind, and codes by a static scale of what `held` holds if there is one. Of
     weights whose scales may become part of codes there are `references`. The backend says which
     layers it takes."""
     _, N, words = w_ENW.shape
-    gated, width, x_scale_desc, each = act.gated, out.shape[1], None, 0
+    gated, width = act.gated, out.shape[1]
     if weight.kind == "e8m0" and weight.across == 32:
         w_scale = as_long_words(w_scale)
-    if x_scale.dim() == 2:
-        each, plain = 2 * UNITS.value, gl.NVMMASharedLayout(0, 32, rank=2)
-        x_scale_desc = TensorDescriptor.from_tensor(x_scale, [tile.tokens, each], plain)
     skeleton.launch(
         _grouped_float8_tokens, x_RK, skeleton.boxes(x_RK, box_of(tile.tokens), HALF.value),
-        x_scale_desc, None if each else x_scale, *_boxed(w_ENW, act.interleaved), w_scale, w_zero,
+        x_scale, *_boxed(w_ENW, act.interleaved), w_scale, w_zero,
         reference_EN, None if bias_EN is None else bias_EN.contiguous(), static, out, tiles.table,
         N, words * 8, triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value),
-        N // 2 if gated else N, width, weight, each, whole, held, act, tile, blocks=tile.blocks,
+        N // 2 if gated else N, width, weight, whole, held, act, tile, blocks=tile.blocks,
     )  # fmt: skip
 
 
@@ -368,7 +349,7 @@ def _run_product(
 def _up(c: Call) -> None:
     codes = c.codes
     assert codes is not None
-    if c.tiles.fold and folds(codes.weight) and codes.scaled != "group":
+    if c.tiles.fold and folds(codes.weight):
         c.references = references(codes.w13_scale_EFG, codes.w2_scale_EDG, FOLDED.value)
     how = {"static": c.static, "held": c.rounded}
     _run_product(c, c.x, c.layer.stack13, c.h.values, c.layer.act, c.references[0], **how)
