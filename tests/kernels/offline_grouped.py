@@ -3,13 +3,14 @@
     python offline_grouped.py KERNEL ACTIVATION...
 
 compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8), of codes with inputs of 16
-bits (_grouped_codes) or of 8 bits with scales of rows (by_row), and of weights whose columns lie
-(by_columns): the first product with these activations, and with "silu" the second one, which has
-none; with "silu" alone those of floats whose results training keeps (kept); those with adapters
-(adapted); and whatever the activations are, gradients of weights (wgrad). It prints one JSON line
-for each variant: its activation, whether there are biases, of floats whether K has only whole
-steps, of others the format, registers, the bytes of shared memory and those that it spills,
-instructions of the matrix unit, and those that wait for it.
+bits (_grouped_codes) or of 8 bits with scales of rows (by_row), of codes of four bits with inputs
+of float8 (_grouped_float8_tokens), and of weights whose columns lie (by_columns): the first product
+with these activations, and with "silu" the second one, which has none; with "silu" alone those of
+floats whose results training keeps (kept); those with adapters (adapted); and whatever the
+activations are, gradients of weights (wgrad). It prints one JSON line for each variant: its
+activation, whether there are biases, of floats whether K has only whole steps, of others the
+format, registers, the bytes of shared memory and those that it spills, instructions of the matrix
+unit, and those that wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -31,13 +33,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends.triton_formats import EIGHT_BITS, SIX_BITS
-from moe_ops.backends.triton_tiles import CODES_TILES, codes_tile
+from moe_ops.backends.triton_tiles import (
+    CODES_TILES,
+    FLOAT8_TILES,
+    codes_tile,
+    float8_tile,
+)
 from moe_ops.kernels.triton import LINEAR, Act, Weight, wgrad
 from moe_ops.kernels.triton.experts.adapters import Added
 from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.products import (
     grouped,
     grouped_blocks,
+    grouped_float8_tokens,
     grouped_registers,
     grouped_wgmma,
 )
@@ -195,6 +203,61 @@ def codes_products(names: list[str]) -> None:
             codes_product(2 * I, D, I, silu, False, format, dtype)
 
 
+def float8_tokens_product(
+    N: int, K: int, out_n: int, act: Act, bias: bool, format: tuple[str, int, str],
+    tile: tuple[int, int], static: bool = False,
+) -> None:  # fmt: skip
+    """`static`: whether h has a static scale."""
+    element, across, kind = format
+    stored = torch.uint8 if kind == "e8m0" else getattr(torch, kind)
+    each, first = K // across if across > 0 else 1, act.kind is not None
+    weight, of_tile = Weight(element, 1, across, kind, True, 4), float8_tile(*tile)
+    folds = of_tile.fold and grouped_float8_tokens.folds(weight)
+    how = {"static": empty(1, dtype=torch.float32), "held": tl.bfloat16} if static and first else {}
+    grouped_float8_tokens.launch(
+        empty(4096, K, dtype=torch.float8_e4m3fn),
+        empty(4096, dtype=torch.float32),
+        empty(E, N, K // 8, dtype=torch.int32),
+        empty(E, N, each, dtype=stored),
+        empty(E, N, each, dtype=torch.uint8) if element == "uint4" else None,
+        empty(E, N) if bias else None,
+        empty(4096, out_n, dtype=torch.float8_e4m3fn if how else torch.bfloat16),
+        TileMap(empty(99, 8, dtype=torch.int32), tile[0]),
+        of_tile,
+        weight,
+        act,
+        reference_EN=empty(E, N, dtype=torch.uint8) if folds else None,
+        whole=static and not first,
+        **how,
+    )
+
+
+def float8_tokens_products(names: list[str]) -> None:
+    """Of every activation in int4 with one tile; "plain" stands for the first product of mxfp4 with
+    one, and "formats" for both products of these and others with every tile, and static scales."""
+    int4, mxfp4 = ("int4", 128, "bfloat16"), ("float4_e2m1", 32, "e8m0")
+    few = FLOAT8_TILES[0]
+    if PLAIN in names:
+        float8_tokens_product(2 * I, D, I, Act("silu"), False, mxfp4, few)
+    for name, bias in itertools.product((n for n in names if n in ACTIVATIONS), (False, True)):
+        act = Activation(**{"kind": "silu"} | ACTIVATIONS[name])
+        rows = 2 * I if act.gated else I
+        float8_tokens_product(rows, D, I, Act(*act.args), bias, int4, few)
+        if name == "silu":
+            float8_tokens_product(D, I, D, LINEAR, bias, int4, few)
+    others = [
+        (int4, D), (("int4", -1, "float32"), D), (mxfp4, D), (("uint4", 128, "float16"), D),
+        (mxfp4, 736),  # a row of 23 scales is not whole words
+    ]  # fmt: skip
+    for (format, columns), tile in itertools.product(others, FLOAT8_TILES):
+        if FORMATS in names:
+            float8_tokens_product(2 * I, columns, I, Act("silu"), False, format, tile)
+            float8_tokens_product(D, columns, D, LINEAR, True, format, tile)
+    if FORMATS in names:
+        float8_tokens_product(2 * I, D, I, Act("silu"), False, int4, few, static=True)
+        float8_tokens_product(D, D, D, LINEAR, False, int4, few, static=True)
+
+
 def by_row_product(
     N: int, K: int, out_n: int, act: Act, bias: bool, w: tuple[str, int, str], static: int
 ) -> None:
@@ -315,8 +378,14 @@ KERNELS = {
     "adapted": adapted_products,
     "_grouped": products, "_grouped_float8": float8_products,
     "_grouped_codes": codes_products, "by_row": by_row_products,
+    "_grouped_float8_tokens": float8_tokens_products,
     "kept": kept_products, "by_columns": products_by_columns, "wgrad": weight_gradients,
 }  # fmt: skip
+
+
+KERNELS_COMPILED = (
+    "_grouped", "_grouped_float8", "_grouped_codes", "_grouped_float8_tokens", "wgrad_kernel"
+)  # fmt: skip
 
 
 def variants(kernel: str, names: list[str], tell: Tell = used) -> list[dict[str, Any]]:
@@ -324,7 +393,7 @@ def variants(kernel: str, names: list[str], tell: Tell = used) -> list[dict[str,
     found = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if self.__name__ in ("_grouped", "_grouped_float8", "_grouped_codes", "wgrad_kernel"):
+        if self.__name__ in KERNELS_COMPILED:
             found.append(compile_launch(self, args, options, tell))
 
     with patch.object(JITFunction, "run", run):
