@@ -52,8 +52,8 @@ class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
     of `products/` runs it, as "module:function"; what gives the tiles that this takes, if it takes
     any, ":function" of `triton_tiles.py`; its other options; the most tokens that it runs, None for
-    any number; the fewest for which its backend takes it, though it runs fewer; and whether it runs
-    one product of a call that it refuses, of which the plain kernel then runs the other."""
+    any number; and whether it runs one product of a call that it refuses, of which the plain kernel
+    then runs the other."""
 
     name: str
     run: str
@@ -61,7 +61,6 @@ class Path:
     tiles: str = ""
     options: Callable[[ExpertsCall], dict[str, Any]] = _no_options
     most: Callable[[ExpertsCall], int | None] = lambda call: None
-    least: Callable[[ExpertsCall], float] = lambda call: 0
     runs_one_product: Callable[[ExpertsCall], bool] = lambda call: False
     device: Callable[[torch.device], str | None] = refuse_all_but_hopper
 
@@ -94,7 +93,7 @@ class Path:
 
     def is_slower(self, call: ExpertsCall) -> str | None:
         """Why others are asked for a call of so many tokens that it runs, or None."""
-        least = self.least(call)
+        least = least_of(self, call)
         if least == math.inf:
             return "is no faster with small experts"
         return None if call.x_TD.shape[0] >= least else f"is for {least} rows or more"
@@ -149,7 +148,7 @@ PATHS = (
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(
         name="grouped/float8", run="grouped_float8_tokens:run", refusal=refuse_float8,
-        tiles=":of_float8", least=least_of_float8,
+        tiles=":of_float8",
     ),
     Path(
         name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers,
@@ -164,6 +163,11 @@ PATHS = (
     ),
 )  # fmt: skip
 BY_FORCED = {path.forced: path for path in PATHS}
+
+
+def least_of(path: Path, call: ExpertsCall) -> float:
+    """The fewest tokens for which a backend takes a path, though it runs fewer."""
+    return least_of_float8(call) if path.name == "grouped/float8" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +214,10 @@ def told(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> str:
         most = path.most(call)
         known = isinstance(rows, int) and most is not None
         refusal = path.refuses(call) if known or most is None else path.refusal(call)
-        if refusal is None and (isinstance(rows, int) or path.least(call) == math.inf):
+        if refusal is None and (isinstance(rows, int) or least_of(path, call) == math.inf):
             refusal = path.is_slower(call)
-        if refusal is None and not isinstance(rows, int) and path.least(call) > 0:
-            ways.append(f"{path.name} from {path.least(call)} rows on")
+        if refusal is None and not isinstance(rows, int) and least_of(path, call) > 0:
+            ways.append(f"{path.name} from {least_of(path, call)} rows on")
             continue
         partly = refusal is not None and path.runs_one_product(call)
         if refusal is not None:

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops import experts, using
 from moe_ops.backends import triton_device, triton_hopper, triton_paths
 from moe_ops.backends.flashinfer import package
+from moe_ops.backends.triton_limits import most_rows_tokens
 from moe_ops.kernels.triton import replay
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.planning.choose import Node, Rules, choose
@@ -175,6 +176,19 @@ def test_one_product_of_two(hopper: None) -> None:
     assert found.refusals["grouped/wgmma"] == why
     assert found.path.options(call) == {"wgmma": (True, False)}
     assert experts.paths["triton.grouped/wgmma"].refusal("cuda", 40, call) == why
+
+
+def test_codes_meet_tokens_of_float8_where_that_is_faster(hopper: None) -> None:
+    formats = "mxfp4", "float8_e4m3fn:row"
+    many, few = call_of(formats, 20, (4096, 2048)), call_of(formats, 19, (4096, 2048))
+    assert most_rows_tokens(many) == 18
+    assert triton_paths.pick("grouped", many).path.name == "grouped/float8"
+    small = call_of(formats, 400, (768, 576))
+    for call, why in ((few, "is for 20 rows or more"), (small, "is no faster with small experts")):
+        found = triton_paths.pick("grouped", call)
+        assert found.path.name == "grouped/registers"
+        assert found.refusals["grouped/float8"] == why
+        assert experts.paths["triton.grouped/float8"].refusal("cuda", 400, call) is None
 
 
 def test_no_path() -> None:

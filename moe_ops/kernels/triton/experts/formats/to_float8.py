@@ -1,8 +1,8 @@
-"""Codes of four bits as codes of float8_e4m3fn, which hold all of them exactly: four at a time, in
+"""Codes of four bits as codes of float8, which hold all of them exactly: four at a time, in
 integers of 32 bits. Of a word of eight the even ones are made first, then the odd ones.
 
-    float4_e2m1  the sign stays, the other three bits are moved below it: 2**-6 of the value.
-                 With an exponent of their own: see `folded`
+    float4_e2m1  the sign stays, the other three bits are moved below it: 2**-6 of the value in
+                 float8_e4m3fn. With an exponent of their own in float8_e5m2: see `folded`
     int4, uint4  less the zero point, as sign and magnitude: a byte of e4m3 below 17 is that many
                  times 2**-9, subnormal or not
 

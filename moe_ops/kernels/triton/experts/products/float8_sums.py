@@ -5,7 +5,7 @@ each group of columns does, which is multiplied by its scale.
     accs    sums of the tokens of a tile, in PARTS of so many
     begun   products that are under way
     parts   codes of units of W but for the last instruction of decoding them; bytes: all of it
-    more    how much the exponents of scales are above the least one of their row
+    more    how much the exponents of scales are above the least that their row may have
 """
 
 from __future__ import annotations

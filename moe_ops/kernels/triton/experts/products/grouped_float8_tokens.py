@@ -1,9 +1,9 @@
 """The experts for many rows an expert of weights of four bits and tokens of float8, on Hopper
-(sm_90): a persistent, warp-specialised kernel in Gluon that decodes weights to float8_e4m3fn where
-they are multiplied.
+(sm_90): a persistent, warp-specialised kernel in Gluon that decodes weights to float8 where they
+are multiplied.
 
 As in `grouped_registers.py` weights are the first and tokens the second operand: a tile is 128 rows
-of W by up to 256 tokens, and what it makes is stored transposed. Tokens are quantised ahead of each
+of W by 32 or 128 tokens, and what it makes is stored transposed. Tokens are quantised ahead of each
 product. Columns with one scale of W make a sum of their own, which is multiplied by it and added in
 float32; so are 128 or 256 columns at most, as the unit adds with fewer bits. The scale of a token
 is multiplied into the sum of all columns.
@@ -22,6 +22,7 @@ What the functions below share is as in `skeleton.py`, and
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,9 +30,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_ops.kernels.triton import LINEAR, Act, Weight
@@ -64,7 +63,7 @@ from moe_ops.kernels.triton.experts.weights import Stack
 @gluon.constexpr_function
 def box_of(tokens):
     """How many tokens of a tile one copy takes."""
-    return max(16, min(tokens // 2, 64))
+    return tokens // 2
 
 
 @gluon.jit
@@ -261,23 +260,18 @@ def _product(
             _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (64,), HOW)
         else:
             _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (32,), HOW)
-    elif TOKENS > 16:
-        PART: gl.constexpr = TOKENS // 2
-        if row + PART < end:
-            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (TOKENS,), HOW)
-        else:
-            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (PART,), HOW)
-    else:
+    elif row + TOKENS // 2 < end:
         _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (TOKENS,), HOW)
+    else:
+        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (TOKENS // 2,), HOW)
     return pending
 
 
 @gluon.jit(do_not_specialize=["n_tiles"])
 def _grouped_float8_tokens(
-    x_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, reference_ptr,
-    bias_ptr, static_ptr, out_ptr, tiles_ptr, N, K, n_tiles, out_n, width, W: gl.constexpr,
-    WHOLE: gl.constexpr, HELD: gl.constexpr, ACT: gl.constexpr,
-    TILE: gl.constexpr,
+    x_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, reference_ptr, bias_ptr,
+    static_ptr, out_ptr, tiles_ptr, N, K, n_tiles, out_n, width, W: gl.constexpr,
+    WHOLE: gl.constexpr, HELD: gl.constexpr, ACT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
@@ -301,10 +295,9 @@ def launch(
     held: gl.dtype | None = None,
 ) -> None:  # fmt: skip
     """Run one product over sorted rows of codes in the order of `in_float8_order`, by scales of
-    rows [R] or one on the whole; its output is in that
-    order if `act` has a kind, and codes by a static scale of what `held` holds if there is one. Of
-    weights whose scales may become part of codes there are `references`. The backend says which
-    layers it takes."""
+    rows [R] or one on the whole; its output is in that order if `act` has a kind, and codes by a
+    static scale of what `held` holds if there is one. Of weights whose scales may become part of
+    codes there are `references`. The backend says which layers it takes."""
     _, N, words = w_ENW.shape
     gated, width = act.gated, out.shape[1]
     if weight.kind == "e8m0" and weight.across == 32:
@@ -320,10 +313,10 @@ def launch(
 
 def as_long_words(scale_ENG: Tensor) -> Tensor:
     """Scales of eight bits in the longest words that those of a row fill."""
-    groups = scale_ENG.shape[2]
-    if groups % 8 == 0:
+    whole = math.gcd(scale_ENG.shape[2], scale_ENG.storage_offset())
+    if whole % 8 == 0:
         return scale_ENG.view(torch.int64)
-    return scale_ENG.view(torch.int32) if groups % 4 == 0 else scale_ENG
+    return scale_ENG.view(torch.int32) if whole % 4 == 0 else scale_ENG
 
 
 def _boxed(w_ENW: Tensor, interleaved: bool) -> list[TensorDescriptor]:
