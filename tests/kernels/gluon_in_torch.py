@@ -20,11 +20,13 @@ from moe_ops.kernels.triton.decode import coded, linears, quantized_stream_gluon
 from moe_ops.kernels.triton.experts.formats import (
     codes,
     eight_bits_gluon,
+    float8,
     four_bits,
     halves,
     scales,
     six_bits,
 )
+from moe_ops.kernels.triton.experts.operands import group_scales_gluon
 from moe_ops.kernels.triton.experts.products import (
     register_stream_adapters,
     register_stream_gluon,
@@ -142,6 +144,21 @@ def pairs_of_bytes(words: Any) -> tuple[Any, Any]:
     return pairs[..., 0], pairs[..., 1]
 
 
+def values_of_rounded(x: Any, inverse: Any, rest: Any) -> Any:
+    """As `group_scales_gluon.values_of_rounded`, which is PTX."""
+    x = x.float()
+    return fma(x, inverse, x * rest).to(torch.float8_e4m3fn).to(torch.float16)
+
+
+def from_lane(words: Any, lane: Any) -> Any:
+    """As `register_stream_steps.from_lane`, which is PTX."""
+    return words.flatten(1).gather(1, lane.flatten(1).long()).view(words.shape)
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    return (a.double() * value(b).double() + value(c).double()).float()
+
+
 def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     return lambda a, b, **_: f(value(a), value(b))
 
@@ -150,6 +167,8 @@ PROGRAM = [0]
 LANGUAGE = SimpleNamespace(
     **{n: getattr(torch, n) for n in ("int16", "int32", "int64", "float16", "float32", "bfloat16")},
     **{n: getattr(gluon_language, n) for n in dir(gluon_language) if n.endswith("Layout")},
+    int8=torch.int8,
+    float8e4nv=torch.float8_e4m3fn,
     constexpr=int,
     program_id=lambda axis: value(0 if axis else PROGRAM[0]),
     num_warps=lambda: 1,
@@ -158,6 +177,7 @@ LANGUAGE = SimpleNamespace(
     arange=lambda begin, end, *_: value(torch.arange(begin, end, dtype=torch.int32)),
     zeros=lambda shape, dtype, *_: value(torch.zeros(shape, dtype=dtype)),
     zeros_like=torch.zeros_like,
+    full_like=torch.full_like,
     convert_layout=lambda t, *_, **__: t,
     join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1),
     cdiv=lambda a, b: -(-a // b),
@@ -172,6 +192,8 @@ LANGUAGE = SimpleNamespace(
     exp=torch.exp,
     erf=torch.erf,
     abs=torch.abs,
+    fma=fma,
+    div_rn=torch.div,
     PropagateNan=SimpleNamespace(ALL=None),  # torch's minimum and maximum do so
     extra=SimpleNamespace(
         cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
@@ -197,10 +219,13 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
     products = (register_stream_steps, register_stream_adapters, *STREAMS)
-    modules = (activation, launches, sort, coded, linears, *DECODERS, *products)
+    made = (group_scales_gluon, *DECODERS)
+    modules = (activation, launches, sort, coded, linears, *made, *products)
     names = functions_of(
-        modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP
-    )
+        modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP,
+        LARGEST_CODE=float8.LARGEST_CODE.value, SMALLEST_SCALE=float8.SMALLEST_SCALE.value,
+    )  # fmt: skip
+    names |= {"values_of_rounded": values_of_rounded, "from_lane": from_lane}
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
     names["mma_v2"] = lambda a, b, acc: a.float() @ b.float() + acc
     return names
@@ -214,7 +239,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     given = dict(zip(kernel.arg_names, args, strict=False))
     given |= {n: v for n, v in options.items() if n in kernel.arg_names}
     given = {n: pointer(v) if isinstance(v, Tensor) else v for n, v in given.items()}
-    given["DTYPE"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given["DTYPE"])]
+    for name in {"DTYPE", "HELD"} & given.keys():
+        given[name] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given[name])]
     for program in range(grid[0]):
         PROGRAM[0] = program
         functions()[kernel.fn.__name__](**given)

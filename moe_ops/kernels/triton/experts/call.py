@@ -27,6 +27,8 @@ class Reads:
     gathered  x has a row for each pair, in the order of experts; else one for each token
     arranged  codes of these bits meet columns in the order of `order.py`
     in_words  inputs of 8 bits come in words of 32 bits
+    rounds_x  tokens of 8 bits in groups of columns come as floats, and are rounded as they load
+    rounds_h  the same of h
     stores    the codes that the first product stores: by "static" scales, or by those of a "group"
     weighs    h, or its scales, are multiplied by weights of routing; else the last sum does that
     """
@@ -34,6 +36,8 @@ class Reads:
     gathered: bool = False
     arranged: tuple[int, ...] = ()
     in_words: bool = False
+    rounds_x: bool = False
+    rounds_h: bool = False
     stores: str = ""
     weighs: bool = False
 

@@ -33,6 +33,7 @@ from moe_ops.kernels.triton.experts.adapters import (
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.formats.codes import floats_of
 from moe_ops.kernels.triton.experts.operands import operand
+from moe_ops.kernels.triton.experts.operands.beside_sort import made_beside, sort_beside_tokens
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
@@ -78,14 +79,21 @@ def run(
     x_TD = operand.rounded_tokens(x_TD, codes)
     if products.decodes and codes is not None:
         c.layer = decoded(layer, c.dtype)
+    made = None
     if products.sorts:
-        rows_R, c.inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+        if not products.reads.gathered and products.tile_rows is None:
+            made = made_beside(x_TD, codes, T * K, arranges=c.arranges)
+        if made is None or codes is None:
+            rows_R, c.inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+        else:
+            routed = ids_TK, E, expert_map
+            rows_R, c.inverse_R, ends_E = sort_beside_tokens(*routed, x_TD, codes, made)
         c.order = (rows_R, ends_E)
     else:
         _check_few(T, K)
     if products.tile_rows is not None:
         c.tile_map = tile_map(ends_E, T * K, products.tile_rows(c, x_TD))
-    c.x = operand.tokens_operand(c, x_TD)
+    c.x = operand.tokens_operand(c, x_TD) if made is None else operand.ready_tokens(c, made)
     c.h = operand.room_for_hidden(c)
     # Right before the product that adds it: some begin ahead of its end.
     if adapters is not None:

@@ -18,6 +18,7 @@ from moe_ops.kernels.triton.experts.call import Call, Operand
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.operands import row_scales
+from moe_ops.kernels.triton.experts.operands.beside_sort import Made
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
 from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
@@ -50,11 +51,16 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
             x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K)
     elif codes.quantizes and inverse_R is not None:
         x_TD, scale = quantize_sorted(x_TD, inverse_R, K, codes.weight.across)
-    elif codes.quantizes:
+    elif codes.quantizes and not c.reads.rounds_x:
         x_TD, scale = quantize_tokens(x_TD, codes.weight)
     elif c.arranges:
         x_TD = arrange(x_TD, codes.weight, inverse_R, 1 if inverse_R is None else K)
     return Operand(_as_read(c, x_TD, scale), scale, choices)
+
+
+def ready_tokens(c: Call, made: Made) -> Operand:
+    """Tokens that were made in another launch, for the first product."""
+    return Operand(_as_read(c, made.values, made.scale), made.scale, c.ids_TK.shape[1])
 
 
 def room_for_hidden(c: Call) -> Operand:
@@ -66,6 +72,9 @@ def room_for_hidden(c: Call) -> Operand:
         assert c.x.scale is not None
         groups = triton.cdiv(columns, codes.weight.across)
         scale = new(groups, c.x.scale.shape[1], dtype=torch.float32)
+        dtype = codes.dtype
+    elif codes is not None and c.reads.stores == "rows_of_groups" and codes.quantizes and not codes.by_row:
+        scale = new(rows, triton.cdiv(columns, codes.weight.across), dtype=torch.float32)
         dtype = codes.dtype
     elif codes is not None and codes.by_row and c.reads.stores and codes.h_scale is not None:
         # Times weights of routing they are others for each row.
@@ -80,7 +89,7 @@ def hidden_operand(c: Call) -> Operand:
     """h for the second product, unless the first one stored codes."""
     values, codes, scale = c.h.values, c.codes, None
     if codes is None or c.h.scale is not None:
-        return c.h
+        return Operand(_as_read(c, c.h.values, c.h.scale), c.h.scale)
     rows_R, ends_E = c.order or (None, None)
     if codes.by_row and ends_E is not None:
         routed = None if c.reads.stores else (c.ids_TK, c.expert_map)
@@ -89,7 +98,7 @@ def hidden_operand(c: Call) -> Operand:
     elif codes.by_row:
         assert c.weights is not None
         values, scale = row_scales.quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
-    elif codes.quantizes:
+    elif codes.quantizes and not c.reads.rounds_h:
         values, scale = quantize_tokens(values, codes.weight)
     elif codes.inputs is not None:
         columns, bits = c.sizes[2], codes.bits if c.arranges else 0

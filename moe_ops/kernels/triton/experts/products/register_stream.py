@@ -69,14 +69,15 @@ def _up(c: Call) -> None:
 
     layer, stream, (E, D, I) = c.layer, c.tiles.up, c.sizes
     kernel, routed, rows = kernels.one_up, (c.ids_TK, c.weights, c.expert_map), c.ids_TK.shape[1]
-    size, more = c.n_map, {}
+    size, more, stored = c.n_map, {}, (c.h.values,)
     if c.order:
         kernel, routed, rows = kernels.few_up, (*c.order, c.weights), c.units(stream.tokens)
-        size, more = c.x.values.stride(0), {"K": c.x.choices, "BE": c.BE}
+        size, stored = c.x.values.stride(0), (c.h.values, c.h.scale)
+        more = {"K": c.x.choices, "BE": c.BE, "HELD": DTYPES[c.dtype]}
     F = 2 * I if layer.act.gated else I
     launch(
         kernel, (rows * triton.cdiv(F, stream.rows),),
-        c.x.values, c.x.scale, *routed, *_words(layer.stack13, layer), c.h.values, size,
+        c.x.values, c.x.scale, *routed, *_words(layer.stack13, layer), *stored, size,
         strides(layer.stack13)[3], *c.added13.arguments,
         E=E, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         DTYPE=_multiplied_as(c), **c.added13.constants, P=stream.ahead, SIZES=stream.sizes,
@@ -111,10 +112,12 @@ def _words(stack: Stack, layer: Experts) -> tuple[Tensor | None, ...]:
 
 def _multiplied_as(c: Call) -> tl.dtype:
     """Codes of 8 bits are multiplied as float16, which holds them exactly."""
-    return DTYPES[c.dtype] if c.x.scale is None else tl.float16
+    codes = c.layer.codes
+    assert codes is not None
+    return tl.float16 if codes.quantizes else DTYPES[c.dtype]
 
 
-READS = Reads(in_words=True, weighs=True)
+READS = Reads(in_words=True, rounds_x=True, rounds_h=True, weighs=True)
 # Of one token; and of a few for each expert, of which every weight is read once for several rows.
 run_one = Products(up=_up, down=_down, reads=READS, sorts=False).run
 run = Products(up=_up, down=_down, reads=READS).run

@@ -23,6 +23,7 @@ from moe_ops.kernels.triton.experts.formats.scales import (
     scale_of,
     under_global,
 )
+from moe_ops.kernels.triton.experts.operands.group_scales_gluon import rounded_columns
 from moe_ops.kernels.triton.experts.products.register_stream_adapters import (
     add_adapter,
     add_to_one,
@@ -31,6 +32,7 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
     along,
+    floats_layout,
     one_a_step,
     part_groups,
     scales_layout,
@@ -59,7 +61,7 @@ def product_of(
     mma: gl.constexpr = unit_layout(SIZES)
     S: gl.constexpr = words.shape[0]
     M: gl.constexpr = words.shape[1]
-    N: gl.constexpr = tokens[0].shape[1]
+    N: gl.constexpr = 8 * SIZES.NT
     part_S = gl.arange(0, S, along(words, 0)) % C * (steps_of(COLUMNS, C) * COLUMNS_OF_STEP)
     here_S = e_S >= 0
     if SOME:
@@ -151,13 +153,17 @@ def summed(acc, W: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def token_vectors(SIZES: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr):
-    """(shares, tokens) as `load_tokens` has them, and as sums do."""
-    tokens: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
+def token_vectors(SIZES: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr, ONE: gl.constexpr):
+    """(shares, tokens) as `load_tokens` has them, and as sums do. ONE token is that of all columns
+    of a tile; where it is rounded in eight of them it comes once."""
+    if W.inputs_8 and EACH == 1:
+        tokens: gl.constexpr = floats_layout(SIZES, 1 if ONE and SIZES.NT == 1 else 8 * SIZES.NT)
+    else:
+        tokens: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     sums: gl.constexpr = gl.SliceLayout(1, unit_layout(SIZES))
     return (
         gl.arange(0, SIZES.S, along(tokens, 0)),
-        gl.arange(0, 8 * SIZES.NT, along(tokens, 1)),
+        gl.arange(0, tokens.shape[1], along(tokens, 1)),
         gl.arange(0, SIZES.S, gl.SliceLayout(1, sums)),
         gl.arange(0, 8 * SIZES.NT, gl.SliceLayout(0, sums)),
     )
@@ -199,7 +205,7 @@ def one_up(
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH, True)
     # The one token for all columns of a tile, of which the first counts.
     x_SN = x_ptr + (s * (L * COLUMNS_OF_STEP // EACH))[:, None] + 0 * n[None, :]
     tokens = (x_SN, x_scale_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
@@ -238,7 +244,7 @@ def one_down(
     GROUPS: gl.constexpr = token_groups(I, W)
     words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(gl.program_id(0) * M + gl.arange(0, M, along(words, 1)), D - 1)
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH, True)
     s_w = gl.arange(0, S, along(words, 0))
     ROUNDS: gl.constexpr = (K * C + S - 1) // S
     N: gl.constexpr = 8 * SIZES.NT
@@ -296,13 +302,15 @@ def counted(BE: gl.constexpr):
 @gluon.jit
 def few_up(
     x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, h_ptr, stride_x, stride_be, narrow_ptr, wide_ptr, index_ptr,
+    global_scale_ptr, bias_ptr, h_ptr, h_scale_ptr, stride_x, stride_be, narrow_ptr, wide_ptr, index_ptr,
     stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
     W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr,
     RANK: gl.constexpr, TR: gl.constexpr, BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
-    PDL: gl.constexpr,
+    HELD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """With room for scales h is stored as codes, rounded first to what it is HELD in else: a tile
+    has all columns that share a scale."""
     S: gl.constexpr = SIZES.S
     M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
     N: gl.constexpr = 8 * SIZES.NT
@@ -320,7 +328,7 @@ def few_up(
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH, False)
     # Of rows past the last one anything: columns of a product do not mix.
     token_N = gl.load(rows_ptr + first + gl.minimum(n, count - 1)) // K
     x_N = x_ptr + token_N.to(gl.int64) * stride_x
@@ -347,6 +355,15 @@ def few_up(
         pair = gl.load(rows_ptr + first + n, mask=n < count, other=0)
         weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
         h *= weight[None, :]
+    if h_scale_ptr is not None:
+        COLUMNS: gl.constexpr = h.shape[0]
+        gl.static_assert(COLUMNS == COLUMNS_OF_STEP)
+        i = block * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, h.type.layout))
+        h, scale = rounded_columns(gl.where((i < I)[:, None], h.to(HELD).to(gl.float32), 0.0))
+        groups: gl.constexpr = (I + COLUMNS - 1) // COLUMNS
+        at = (first + gl.arange(0, N, scale.type.layout)) * groups + block
+        here = gl.arange(0, N, scale.type.layout) < count
+        gl.store(h_scale_ptr + at, scale, mask=here)
     store_h(h_ptr, h, first + n, n < count, block, I)
 
 
@@ -373,7 +390,7 @@ def few_down(
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(block * M + gl.arange(0, M, along(words, 1)), D - 1)
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH, False)
     h_N = h_ptr + (first + gl.minimum(n, count - 1)).to(gl.int64) * (I // EACH)
     h_SN = h_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
     row_t = first + gl.minimum(n_t, count - 1)

@@ -32,6 +32,7 @@ from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, pairs_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of, scale_pairs
 from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
+from moe_ops.kernels.triton.experts.operands.group_scales_gluon import rounded, rounded_words
 from moe_ops.kernels.triton.launch import take_turn
 
 COLUMNS_OF_STEP = gl.constexpr(STEP)
@@ -92,6 +93,17 @@ def tokens_layout(SIZES, BITS, EACH):
     lanes = [*doublings(4, 2, run // EACH), *doublings(8, 1)]
     shape = [SIZES.S, 8 * SIZES.NT, STEP // EACH]
     return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, False), [], shape)
+
+
+@gluon.constexpr_function
+def floats_layout(SIZES, N):
+    """The layout of tokens [S, N, step] that are rounded to codes of 8 bits: of one token, where
+    a thread has four columns, else as `tokens_layout` has them."""
+    if N > 1:
+        return tokens_layout(SIZES, 8, 1)
+    registers, lanes = doublings(4, 2), doublings(32, 2, 4)
+    warps = warps_of(SIZES, False)
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [SIZES.S, 1, STEP])
 
 
 @gluon.constexpr_function
@@ -199,6 +211,48 @@ def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def to_all_tokens(words):
+    """[S, 8, 32] in the order of `tokens_layout` of words [S, 1, 32], of which a thread has one."""
+    S: gl.constexpr = words.shape[0]
+    words = words.reshape([S, 8, 4])
+    first = 4 * gl.arange(0, 4, along(words.type.layout, 2))[None, None, :] + 0 * words
+    left = gl.join(
+        gl.join(from_lane(words, first), from_lane(words, first + 2)),
+        gl.join(from_lane(words, first + 1), from_lane(words, first + 3)),
+    )
+    right = gl.join(
+        gl.join(from_lane(words, first + 16), from_lane(words, first + 18)),
+        gl.join(from_lane(words, first + 17), from_lane(words, first + 19)),
+    )
+    return gl.join(left, right).permute([0, 1, 5, 2, 3, 4]).reshape([S, 8, 32])
+
+
+@gluon.jit
+def from_lane(words, lane):
+    """The words of other threads of a warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [words, lane],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def codes_of_step(x, SIZES: gl.constexpr):
+    """(what codes of tokens of a step stand for, or words of the codes of one token; their scales),
+    as `load_tokens` gives those that are codes."""
+    sums: gl.constexpr = gl.SliceLayout(1, unit_layout(SIZES))
+    if x.shape[1] > 1:
+        x, t = rounded(x)
+    else:
+        x, t = rounded_words(x)
+        x = to_all_tokens(x)
+        S: gl.constexpr = x.shape[0]
+        x = gl.convert_layout(x, tokens_layout(SIZES, 8, 4), assert_trivial=True)
+        t = gl.convert_layout(t.reshape([S]), gl.SliceLayout(1, sums))[:, None]
+    return x, gl.convert_layout(t, sums)
+
+
+@gluon.jit
 def masked(
     here_S, step, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr, layout: gl.constexpr,
     SOME: gl.constexpr,
@@ -288,7 +342,10 @@ def load_tokens(
     """(tokens, their scales) of a step; anything for scales that there are none of."""
     x_SN, x_scale_ptr, t_at = tokens
     EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
-    layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
+    if W.inputs_8 and EACH == 1:
+        layout: gl.constexpr = floats_layout(SIZES, x_SN.shape[1])
+    else:
+        layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     x = load_step(x_SN, here_S, step, COLUMNS, C, W, layout, SOME, "")
     t = t_at
     if x_scale_ptr is not None and not by_row(W):
@@ -323,7 +380,7 @@ def add_product(
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring[1:] + (new,)  # noqa: RUF005
             x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
-            acc = add_step(acc, now, tokens[1] is not None, W, DTYPE, SIZES)
+            acc = add_step(acc, now, W, DTYPE, SIZES)
     for step in gl.static_range(LOOPED, L):
         now = (ring[0], x, t)
         ring = ring[1:]
@@ -332,14 +389,12 @@ def add_product(
             ring = ring + (new,)  # noqa: RUF005
         if step + 1 < L:
             x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
-        acc = add_step(acc, now, tokens[1] is not None, W, DTYPE, SIZES)
+        acc = add_step(acc, now, W, DTYPE, SIZES)
     return acc
 
 
 @gluon.jit
-def add_step(
-    acc, loaded, INPUTS_8: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr
-):
+def add_step(acc, loaded, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
     """acc and the product of what `load_all` and `load_tokens` gave."""
     codes, x, t = loaded
     w, s, z = codes
@@ -348,6 +403,8 @@ def add_step(
     IN_SUM: gl.constexpr = one_a_step(W)
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     INT8: gl.constexpr = W.element == "int8"
+    if W.inputs_8 and x.dtype != gl.int32:
+        x, t = codes_of_step(x, SIZES)
     b = operand_of(x, W, DTYPE, SIZES)
     operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)
     if W.bits == 8:
@@ -373,7 +430,7 @@ def add_step(
     elif IN_SUM:
         part = mma_v2(a, b, gl.zeros_like(acc))
         factor = finite(scale_of(s, KIND))[:, :, None]
-        if INPUTS_8:
+        if W.inputs_8:
             factor = factor * t[:, None, :]
         acc += part * factor
     else:
