@@ -2,8 +2,9 @@
 
     x     rounded to the format of inputs, if that is emulated
     sort  pairs of token and choice in the order of experts, and a table of tiles where one is read
+    x     codes, or another order of columns: `operands/operand.py`; of few tokens beside the sort,
+          rounded or not: `operands/beside_sort.py`
     u     of adapters, `narrow` of x: `adapters.py`
-    x     codes, or another order of columns: `operands/operand.py`
     up    the first product, and the activation: h
     u     of h
     h     as x before
@@ -76,24 +77,7 @@ def run(
         expert_map=expert_map, residual_TD=residual_TD, weights=weights_TK if early else None,
         dtype=floats_of(x_TD, codes), tiles=tiles,
     )  # fmt: skip
-    x_TD = operand.rounded_tokens(x_TD, codes)
-    if products.decodes and codes is not None:
-        c.layer = decoded(layer, c.dtype)
-    made = None
-    if products.sorts:
-        if not products.reads.gathered and products.tile_rows is None:
-            made = made_beside(x_TD, codes, T * K, arranges=c.arranges)
-        if made is None or codes is None:
-            rows_R, c.inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-        else:
-            routed = ids_TK, E, expert_map
-            rows_R, c.inverse_R, ends_E = sort_beside_tokens(*routed, x_TD, codes, made)
-        c.order = (rows_R, ends_E)
-    else:
-        _check_few(T, K)
-    if products.tile_rows is not None:
-        c.tile_map = tile_map(ends_E, T * K, products.tile_rows(c, x_TD))
-    c.x = operand.tokens_operand(c, x_TD) if made is None else operand.ready_tokens(c, made)
+    x_TD = _order(products, c, x_TD, adapted=adapters is not None)
     c.h = operand.room_for_hidden(c)
     # Right before the product that adds it: some begin ahead of its end.
     if adapters is not None:
@@ -108,6 +92,28 @@ def run(
     if c.inverse_R is None:
         return c.out
     return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
+
+
+def _order(products: Products, c: Call, x_TD: Tensor, *, adapted: bool) -> Tensor:
+    """Sort pairs, if they are, and make tokens what the first product reads; what adapters read."""
+    (T, K), E, codes, made = c.ids_TK.shape, c.sizes[0], c.codes, None
+    if products.sorts and not c.reads.gathered:
+        made = made_beside(c, x_TD, adapted=adapted)
+    if made is None:
+        x_TD = operand.rounded_tokens(x_TD, codes)
+    if products.decodes and codes is not None:
+        c.layer = decoded(c.layer, c.dtype)
+    if products.sorts:
+        routed = c.ids_TK, E, c.expert_map
+        order = sort_pairs(*routed) if made is None else sort_beside_tokens(*routed, x_TD, made)
+        rows_R, c.inverse_R, ends_E = order
+        c.order = (rows_R, ends_E)
+    else:
+        _check_few(T, K)
+    if products.tile_rows is not None:
+        c.tile_map = tile_map(ends_E, T * K, products.tile_rows(c, x_TD))
+    c.x = operand.tokens_operand(c, x_TD) if made is None else operand.ready_tokens(c, made)
+    return made.values if made is not None and made.how == "emulated" else x_TD
 
 
 def _added(c: Call, x: Tensor, adapters: Adapters, pair: Pair, *, of_tokens: bool) -> Added:

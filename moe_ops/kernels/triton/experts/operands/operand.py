@@ -73,7 +73,12 @@ def room_for_hidden(c: Call) -> Operand:
         groups = triton.cdiv(columns, codes.weight.across)
         scale = new(groups, c.x.scale.shape[1], dtype=torch.float32)
         dtype = codes.dtype
-    elif codes is not None and c.reads.stores == "rows_of_groups" and codes.quantizes and not codes.by_row:
+    elif (
+        codes is not None
+        and c.reads.stores == "rows_of_groups"
+        and codes.quantizes
+        and not codes.by_row
+    ):
         scale = new(rows, triton.cdiv(columns, codes.weight.across), dtype=torch.float32)
         dtype = codes.dtype
     elif codes is not None and codes.by_row and c.reads.stores and codes.h_scale is not None:

@@ -35,10 +35,10 @@ from moe_ops.kernels.triton.replay import launch
 
 @triton.jit
 def quantize_row(
-    x_ptr, static_ptr, codes_ptr, scale_ptr, stride_x, t,
-    D: tl.constexpr, BD: tl.constexpr, INT8: tl.constexpr,
-):  # fmt: skip
+    x_ptr, static_ptr, codes_ptr, scale_ptr, stride_x, t, D: tl.constexpr, BD: tl.constexpr
+):
     """All columns of token t, by its own scale or a given one for all tokens."""
+    INT8: tl.constexpr = codes_ptr.dtype.element_ty == tl.int8
     d = tl.arange(0, BD)[None, :]
     x = tl.load(x_ptr + t.to(tl.int64) * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
     if static_ptr is not None:

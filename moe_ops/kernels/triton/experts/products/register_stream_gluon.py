@@ -302,8 +302,8 @@ def counted(BE: gl.constexpr):
 @gluon.jit
 def few_up(
     x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, h_ptr, h_scale_ptr, stride_x, stride_be, narrow_ptr, wide_ptr, index_ptr,
-    stride_bg, stride_bf, stride_br,
+    global_scale_ptr, bias_ptr, h_ptr, h_scale_ptr, stride_x, stride_be, narrow_ptr, wide_ptr,
+    index_ptr, stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
     W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr,
     RANK: gl.constexpr, TR: gl.constexpr, BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
