@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 
-from moe_ops.kernels.triton import activation
+from moe_ops.kernels.triton import activation, quantize
 from moe_ops.kernels.triton import launch as launches
 from moe_ops.kernels.triton.decode import coded, linears, quantized_stream_gluon
 from moe_ops.kernels.triton.experts.formats import (
@@ -223,8 +223,9 @@ def functions() -> dict[str, Any]:
     modules = (activation, launches, sort, coded, linears, *made, *products)
     names = functions_of(
         modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP,
-        LARGEST_CODE=float8.LARGEST_CODE.value, SMALLEST_SCALE=float8.SMALLEST_SCALE.value,
+        SMALLEST_SCALE=float8.SMALLEST_SCALE.value, TO_INTEGER=quantize.TO_INTEGER.value,
     )  # fmt: skip
+    names["most_of"] = quantize.most_of.fn
     names |= {"values_of_rounded": values_of_rounded, "from_lane": from_lane}
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
     names["mma_v2"] = lambda a, b, acc: a.float() @ b.float() + acc

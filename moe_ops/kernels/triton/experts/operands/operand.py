@@ -42,7 +42,9 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     if codes is None:
         return Operand(x_TD, None, choices)
     given_TG = codes.x_scale_TG
-    if codes.by_row:
+    if given_TG is None and c.rounds(c.reads.rounds_x):
+        pass
+    elif codes.by_row:
         x_TD, scale = row_scales.quantize_x(x_TD, codes, c.ids_TK, c.expert_map, inverse_R)
         choices = 1 if row_scales.by_expert(codes.x_scale) else choices
     elif codes.quantizes and given_TG is not None:
@@ -51,7 +53,7 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
             x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K)
     elif codes.quantizes and inverse_R is not None:
         x_TD, scale = quantize_sorted(x_TD, inverse_R, K, codes.weight.across)
-    elif codes.quantizes and not c.reads.rounds_x:
+    elif codes.quantizes:
         x_TD, scale = quantize_tokens(x_TD, codes.weight)
     elif c.arranges:
         x_TD = arrange(x_TD, codes.weight, inverse_R, 1 if inverse_R is None else K)
@@ -95,6 +97,8 @@ def hidden_operand(c: Call) -> Operand:
     values, codes, scale = c.h.values, c.codes, None
     if codes is None or c.h.scale is not None:
         return Operand(_as_read(c, c.h.values, c.h.scale), c.h.scale)
+    if c.rounds(c.reads.rounds_h):
+        return c.h
     rows_R, ends_E = c.order or (None, None)
     if codes.by_row and ends_E is not None:
         routed = None if c.reads.stores else (c.ids_TK, c.expert_map)
@@ -103,7 +107,7 @@ def hidden_operand(c: Call) -> Operand:
     elif codes.by_row:
         assert c.weights is not None
         values, scale = row_scales.quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
-    elif codes.quantizes and not c.reads.rounds_h:
+    elif codes.quantizes:
         values, scale = quantize_tokens(values, codes.weight)
     elif codes.inputs is not None:
         columns, bits = c.sizes[2], codes.bits if c.arranges else 0

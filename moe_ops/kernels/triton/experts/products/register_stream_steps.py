@@ -32,7 +32,12 @@ from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, pairs_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of, scale_pairs
 from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
-from moe_ops.kernels.triton.experts.operands.group_scales_gluon import rounded, rounded_words
+from moe_ops.kernels.triton.experts.operands.group_scales_gluon import (
+    factors_of,
+    rounded,
+    rounded_words,
+    words_by,
+)
 from moe_ops.kernels.triton.launch import take_turn
 
 COLUMNS_OF_STEP = gl.constexpr(STEP)
@@ -104,6 +109,21 @@ def floats_layout(SIZES, N):
     registers, lanes = doublings(4, 2), doublings(32, 2, 4)
     warps = warps_of(SIZES, False)
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [SIZES.S, 1, STEP])
+
+
+@gluon.constexpr_function
+def row_layout(SIZES):
+    """The layout of 1024 columns of one token, [S, 1, columns]."""
+    registers, lanes = [*doublings(8, 2), *doublings(4, 2, 256)], doublings(32, 2, 8)
+    return gl.DistributedLinearLayout(
+        registers, lanes, warps_of(SIZES, False), [], [SIZES.S, 1, 1024]
+    )
+
+
+@gluon.constexpr_function
+def rounds_rows(W, EACH):
+    """Whether tokens of elements of EACH columns are rounded by a scale of all their columns."""
+    return by_row(W) and EACH == 1
 
 
 @gluon.constexpr_function
@@ -211,8 +231,8 @@ def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def to_all_tokens(words):
-    """[S, 8, 32] in the order of `tokens_layout` of words [S, 1, 32], of which a thread has one."""
+def to_all_tokens(words, SIZES: gl.constexpr):
+    """[S, N, 32] in the order of `tokens_layout` of words [S, 1, 32], of which a thread has one."""
     S: gl.constexpr = words.shape[0]
     words = words.reshape([S, 8, 4])
     first = 4 * gl.arange(0, 4, along(words.type.layout, 2))[None, None, :] + 0 * words
@@ -224,7 +244,11 @@ def to_all_tokens(words):
         gl.join(from_lane(words, first + 16), from_lane(words, first + 18)),
         gl.join(from_lane(words, first + 17), from_lane(words, first + 19)),
     )
-    return gl.join(left, right).permute([0, 1, 5, 2, 3, 4]).reshape([S, 8, 32])
+    all = gl.join(left, right).permute([0, 1, 5, 2, 3, 4]).reshape([S, 8, 32])
+    for i in gl.static_range(SIZES.NT.bit_length() - 1):
+        N: gl.constexpr = 16 * 2**i
+        all = gl.join(all, all).permute([0, 3, 1, 2]).reshape([S, N, 32])
+    return gl.convert_layout(all, tokens_layout(SIZES, 8, 4), assert_trivial=True)
 
 
 @gluon.jit
@@ -237,19 +261,27 @@ def from_lane(words, lane):
 
 
 @gluon.jit
-def codes_of_step(x, SIZES: gl.constexpr):
-    """(what codes of tokens of a step stand for, or words of the codes of one token; their scales),
-    as `load_tokens` gives those that are codes."""
+def codes_of_step(x, factors, W: gl.constexpr, SIZES: gl.constexpr):
+    """(what codes of tokens of a step stand for, or words of the codes of one token; their scales,
+    but for those of rows), as `load_tokens` gives those that are codes."""
     sums: gl.constexpr = gl.SliceLayout(1, unit_layout(SIZES))
-    if x.shape[1] > 1:
-        x, t = rounded(x)
-    else:
+    if by_row(W):
+        _, inverse, rest = factors
+        x = words_by(x, inverse[:, :, None], rest[:, :, None], W.element == "int8")
+        return to_all_tokens(x, SIZES), 0
+    elif x.shape[1] == 1:
         x, t = rounded_words(x)
-        x = to_all_tokens(x)
-        S: gl.constexpr = x.shape[0]
-        x = gl.convert_layout(x, tokens_layout(SIZES, 8, 4), assert_trivial=True)
-        t = gl.convert_layout(t.reshape([S]), gl.SliceLayout(1, sums))[:, None]
-    return x, gl.convert_layout(t, sums)
+        return to_all_tokens(x, SIZES), of_one(t, sums)
+    else:
+        x, t = rounded(x)
+        return x, gl.convert_layout(t, sums)
+
+
+@gluon.jit
+def of_one(t, layout: gl.constexpr):
+    """Values [S, 1] of one token in another layout."""
+    S: gl.constexpr = t.shape[0]
+    return gl.convert_layout(t.reshape([S]), gl.SliceLayout(1, layout))[:, None]
 
 
 @gluon.jit
@@ -340,7 +372,7 @@ def load_tokens(
     SIZES: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
     """(tokens, their scales) of a step; anything for scales that there are none of."""
-    x_SN, x_scale_ptr, t_at = tokens
+    x_SN, x_scale_ptr, t_at = tokens[0], tokens[1], tokens[2]
     EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
     if W.inputs_8 and EACH == 1:
         layout: gl.constexpr = floats_layout(SIZES, x_SN.shape[1])
@@ -363,8 +395,9 @@ def add_product(
     DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
     WAIT: gl.constexpr,
 ):  # fmt: skip
-    """acc and the products of all steps of a part. Codes are loaded P steps ahead; those of the
-    first steps before this waits for the launch before it, if it does."""
+    """(acc and the products of all steps of a part; the scales of tokens that are rounded by rows).
+    Codes are loaded P steps ahead; those of the first steps before this waits for the launch before
+    it, if it does."""
     L: gl.constexpr = steps_of(COLUMNS, C)
     LOOPED: gl.constexpr = (L - P) // P * P if L > P else 0
     here_S = weights[1]
@@ -373,6 +406,7 @@ def add_product(
         if p < L:
             ring = ring + (load_all(weights, p, COLUMNS, C, W, SIZES, SOME),)  # noqa: RUF005
     take_turn(WAIT)
+    factors = row_factors(tokens, here_S, COLUMNS, W, SIZES)
     x, t = load_tokens(tokens, here_S, 0, COLUMNS, C, W, SIZES, SOME)
     for first in range(0, LOOPED, P):
         for p in gl.static_range(P):
@@ -380,7 +414,7 @@ def add_product(
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring[1:] + (new,)  # noqa: RUF005
             x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
-            acc = add_step(acc, now, W, DTYPE, SIZES)
+            acc = add_step(acc, now, factors, W, DTYPE, SIZES)
     for step in gl.static_range(LOOPED, L):
         now = (ring[0], x, t)
         ring = ring[1:]
@@ -389,12 +423,38 @@ def add_product(
             ring = ring + (new,)  # noqa: RUF005
         if step + 1 < L:
             x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
-        acc = add_step(acc, now, W, DTYPE, SIZES)
-    return acc
+        acc = add_step(acc, now, factors, W, DTYPE, SIZES)
+    return acc, factors[0]
 
 
 @gluon.jit
-def add_step(acc, loaded, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
+def row_factors(
+    tokens, here_S, COLUMNS: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr
+):  # fmt: skip
+    """(scales, their inverses in two halves) [S, 1] of tokens that are rounded by rows."""
+    x_SN = tokens[0]
+    EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
+    if not rounds_rows(W, EACH):
+        return (0, 0, 0)
+    else:
+        layout: gl.constexpr = row_layout(SIZES)
+        floats: gl.constexpr = floats_layout(SIZES, 1)
+        STEP_OF_ROW: gl.constexpr = layout.shape[2]
+        row_ptr, row_S = tokens[3]
+        at_S = gl.convert_layout(row_S, along(layout, 0))[:, None, None]
+        here = gl.convert_layout(here_S, along(layout, 0))[:, None, None]
+        column = gl.arange(0, STEP_OF_ROW, along(layout, 2))[None, None, :]
+        bits = 0 * (at_S + column)
+        for first in range(0, COLUMNS, STEP_OF_ROW):
+            mask = here & (first + column // 8 * 8 < COLUMNS)
+            x = gl.load(row_ptr + at_S + first + column, mask=mask, other=0).to(gl.float32)
+            bits = gl.maximum(bits, x.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
+        largest = gl.convert_layout(gl.max(bits, 2), gl.SliceLayout(2, floats))
+        return factors_of(largest.to(gl.float32, bitcast=True), W.element == "int8")
+
+
+@gluon.jit
+def add_step(acc, loaded, factors, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
     """acc and the product of what `load_all` and `load_tokens` gave."""
     codes, x, t = loaded
     w, s, z = codes
@@ -404,7 +464,7 @@ def add_step(acc, loaded, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.conste
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     INT8: gl.constexpr = W.element == "int8"
     if W.inputs_8 and x.dtype != gl.int32:
-        x, t = codes_of_step(x, SIZES)
+        x, t = codes_of_step(x, factors, W, SIZES)
     b = operand_of(x, W, DTYPE, SIZES)
     operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)
     if W.bits == 8:
