@@ -86,12 +86,12 @@ def product_of(
         end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
     acc = gl.zeros([S, M, N], gl.float32, mma)
     weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
-    EACH: gl.constexpr = 4 if tokens[0].dtype.element_ty == gl.int32 else 1
+    TOGETHER: gl.constexpr = 4 if tokens[0].dtype.element_ty == gl.int32 else 1
     acc, row_scale = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
     if by_row(W):
         KIND: gl.constexpr = W.kind
         scale = finite(scale_of(gl.load(w_scale_ptr + at, mask=at < end, other=0), KIND))
-        if rounds_rows(W, EACH):
+        if rounds_rows(W, TOGETHER):
             t = of_one(row_scale, gl.SliceLayout(1, mma))
             if tokens[1] is not None:
                 t *= gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0).to(gl.float32)
