@@ -217,6 +217,18 @@ def one_streams(K: int, layer: Experts) -> Streams:
         return Streams(up=replace(up, MT=2), down=replace(down, ahead=3))
     if codes.weight.element == "float4_e2m1":
         return _one_of_float4(K, layer, up, down)
+    if codes.quantizes:
+        return _one_of_8(layer, up, down)
+    return Streams(up=up, down=down)
+
+
+def _one_of_8(layer: Experts, up: Stream, down: Stream) -> Streams:
+    """The launches for one token that is rounded to codes of 8 bits. Many programs of a large first
+    product would do so again and again."""
+    _, D, width = layer.sizes
+    if D * width >= LARGE:
+        return Streams(up=up, down=replace(down, rounds=True))
+    up, down = (replace(stream, rounds=True, ahead=4) for stream in (up, down))
     return Streams(up=up, down=down)
 
 

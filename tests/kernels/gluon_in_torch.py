@@ -26,7 +26,7 @@ from moe_ops.kernels.triton.experts.formats import (
     scales,
     six_bits,
 )
-from moe_ops.kernels.triton.experts.operands import group_scales_gluon
+from moe_ops.kernels.triton.experts.operands import rounded_gluon
 from moe_ops.kernels.triton.experts.products import (
     register_stream_adapters,
     register_stream_gluon,
@@ -144,15 +144,14 @@ def pairs_of_bytes(words: Any) -> tuple[Any, Any]:
     return pairs[..., 0], pairs[..., 1]
 
 
-def values_of_rounded(x: Any, inverse: Any, rest: Any) -> Any:
-    """As `group_scales_gluon.values_of_rounded`, which is PTX."""
-    x = x.float()
-    return fma(x, inverse, x * rest).to(torch.float8_e4m3fn).to(torch.float16)
-
-
 def from_lane(words: Any, lane: Any) -> Any:
     """As `register_stream_steps.from_lane`, which is PTX."""
     return words.flatten(1).gather(1, lane.flatten(1).long()).view(words.shape)
+
+
+def magnitude(x: Any) -> Any:
+    """As `quantize.magnitude`."""
+    return value(x).view(torch.int32) & 0x7FFFFFFF
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
@@ -219,14 +218,13 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
     products = (register_stream_steps, register_stream_adapters, *STREAMS)
-    made = (group_scales_gluon, *DECODERS)
+    made = (rounded_gluon, *DECODERS)
     modules = (activation, launches, sort, coded, linears, *made, *products)
     names = functions_of(
         modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP,
         SMALLEST_SCALE=float8.SMALLEST_SCALE.value, TO_INTEGER=quantize.TO_INTEGER.value,
     )  # fmt: skip
-    names["most_of"] = quantize.most_of.fn
-    names |= {"values_of_rounded": values_of_rounded, "from_lane": from_lane}
+    names |= {"most_of": quantize.most_of.fn, "magnitude": magnitude, "from_lane": from_lane}
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
     names["mma_v2"] = lambda a, b, acc: a.float() @ b.float() + acc
     return names
@@ -240,8 +238,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     given = dict(zip(kernel.arg_names, args, strict=False))
     given |= {n: v for n, v in options.items() if n in kernel.arg_names}
     given = {n: pointer(v) if isinstance(v, Tensor) else v for n, v in given.items()}
-    for name in {"DTYPE", "HELD"} & given.keys():
-        given[name] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given[name])]
+    given["DTYPE"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given["DTYPE"])]
     for program in range(grid[0]):
         PROGRAM[0] = program
         functions()[kernel.fn.__name__](**given)

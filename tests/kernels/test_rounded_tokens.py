@@ -12,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.backends.triton import TENSORS, formats_named, layer_of, tensors_of
-from moe_ops.kernels.triton.experts.driver import Products
+from moe_ops.backends import triton_hopper
+from moe_ops.backends.triton import run_experts
 from moe_ops.kernels.triton.experts.products import register_stream
-from moe_ops.kernels.triton.experts.products.register_stream import READS, Stream, Streams
+from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
@@ -25,35 +25,33 @@ from tests.kernels.test_quantized_experts import BLOCK_FLOAT8, call_of
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
 
-ONE, FEW = Streams(up=Stream(S=4, C=4), down=Stream(S=8, C=2)), Stream(MW=4)
-# Formats, tokens, tiles.
-LAYERS = {
-    "one": (BLOCK_FLOAT8, 1, ONE),
-    "one_in_two_tiles": (BLOCK_FLOAT8, 1, Streams(up=Stream(S=2, NT=2), down=Stream(S=3, NT=2))),
-    "rows_of_one": (("float8_e4m3fn:row",) * 2, 1, ONE),
-    "int8_of_one": (("int8:tensor", "int8:row"), 1, ONE),
-    "int8_in_two_tiles": (("int8:row",) * 2, 1, Streams(up=Stream(NT=2), down=Stream(S=3, NT=2))),
-    "few": (BLOCK_FLOAT8, 11, Streams(up=FEW, down=FEW)),
-}  # fmt: skip
+ONE = Streams(up=Stream(S=4, C=4), down=Stream(S=8, C=2))
+TWO = Streams(up=Stream(S=2, NT=2), down=Stream(S=3, NT=2))  # tiles of tokens
+FORMATS = {
+    "groups": BLOCK_FLOAT8,
+    "rows": ("float8_e4m3fn:row", "float8_e4m3fn:row"),
+    "int8": ("int8:tensor", "int8:row"),
+}
 TOKENS = {"usual": None, "nan": float("nan"), "infinite": float("inf"), "tiny": 1e-14, "zero": 0.0}
 
 
-@pytest.fixture(autouse=True)
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(register_stream, "launch", gluon_in_torch.launch)
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The products that were launched."""
+    found: list[str] = []
+
+    def launch(kernel: Any, *args: Any, **options: Any) -> None:
+        found.append(kernel.fn.__name__)
+        gluon_in_torch.launch(kernel, *args, **options)
+
+    monkeypatch.setattr(register_stream, "launch", launch)
+    monkeypatch.setattr(triton_hopper, "refuse_hopper", lambda _: None)
+    return found
 
 
-def run(call: ExpertsCall, tiles: Streams, **reads: Any) -> Tensor:
-    named = dict(zip(TENSORS, tensors_of(call), strict=True))
-    layer = layer_of(named, call.transposed, call.activation, formats_named(call))
-    products = Products(
-        up=register_stream._up,
-        down=register_stream._down,
-        reads=replace(READS, **reads),
-        sorts=len(call.x_TD) > 1,
-    )
-    routed = call.x_TD, call.weights_TK, call.ids_TK
-    return products.run(*routed, layer, call.expert_map, None, tiles, None)
+def run(call: ExpertsCall, tiles: Streams, up: bool, down: bool) -> Tensor:
+    tiles = Streams(up=replace(tiles.up, rounds=up), down=replace(tiles.down, rounds=down))
+    return run_experts("tiny/stream", call, tiles=tiles)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -61,22 +59,26 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("case", LAYERS)
-def test_the_bits_of_tokens_that_were_rounded_before(case: str, tokens: str) -> None:
-    """Whatever one of them is; and experts that are elsewhere add nothing."""
-    formats, T, tiles = LAYERS[case]
-    small = Case(name=case, T=T, E=6, K=3, D=288, I=160)
-    call = call_of(small, *formats, dtype=F16 if tokens in ("usual", "infinite") else BF16)
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("tiles", [ONE, TWO], ids=["one", "two"])
+def test_the_bits_of_tokens_that_were_rounded_before(
+    tiles: Streams, formats: str, tokens: str, launched: list[str]
+) -> None:
+    """Whatever the token is; and an expert that is elsewhere adds nothing."""
+    case = Case(name=formats, T=1, E=6, K=3, D=288, I=160)
+    dtype = F16 if tokens in ("usual", "infinite") else BF16
+    call = call_of(case, *FORMATS[formats], dtype=dtype)
     call.x_TD[0, 5] *= 30
-    call.ids_TK[-1, 1], call.weights_TK[-1, 1] = 7, float("nan")
+    call.ids_TK[0, 1], call.weights_TK[0, 1] = 7, float("nan")
     value = TOKENS[tokens]
     if value is not None:
         wide = value in (0.0, 1e-14)
-        call.x_TD[T // 2, slice(None) if wide else 7] *= value
-    want = run(call, tiles, rounds_x=False, rounds_h=False)
-    assert same(run(call, tiles), want)
-    assert same(run(call, tiles, rounds_x=False), want)
-    assert bool(want[T // 2].isnan().all()) == (tokens in ("nan", "infinite"))
+        call.x_TD[0, slice(None) if wide else 7] *= value
+    want = run(call, tiles, False, False)
+    assert launched == ["one_up", "one_down"]
+    for up, down in ((True, True), (True, False), (False, True)):
+        assert same(run(call, tiles, up, down), want)
+    assert bool(want.isnan().all()) == (tokens in ("nan", "infinite"))
 
 
 def every(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -101,10 +103,7 @@ def test_products_with_inverses_have_the_codes_of_quotients(
     scale, inverse, rest = functions["factors_of"](value(largest_N.float()), INT8)
     assert torch.equal(scale, want.scale[:, 0])
     pad = -x_NM.shape[1] % 4
-    x = value(torch.nn.functional.pad(x_NM, (0, pad)))[None]
-    words = functions["words_by"](x, inverse[None, :, None], rest[None, :, None], INT8)
-    got = torch.as_tensor(words).contiguous().view(torch.int8)[0, :, : x_NM.shape[1]]
+    x = value(torch.nn.functional.pad(x_NM, (0, pad)))[:, None]
+    words = functions["words_by"](x, inverse[:, None, None], rest[:, None, None], INT8)
+    got = torch.as_tensor(words).contiguous().view(torch.int8)[:, 0, : x_NM.shape[1]]
     assert torch.equal(got, want.values[:, 1:].view(torch.int8))
-    if not INT8:
-        values = functions["values_of_rounded"](x, inverse[None, :, None], rest[None, :, None])
-        assert torch.equal(values[0, :, : x_NM.shape[1]], want.values[:, 1:].to(F16))

@@ -60,7 +60,7 @@ def quantized_linears_stream(
     zero_ptr = z0_ptr
     if z0_ptr is not None:
         zero_ptr = one_of(z0_ptr, z1_ptr, z2_ptr, z3_ptr, F1, F2, F3)
-    s, n, s_t, n_t = token_vectors(SIZES, W, 1, False)
+    s, n, s_t, n_t = token_vectors(SIZES, W, 1)
     x_N = x_ptr + gl.minimum(n, T - 1).to(gl.int64) * stride_x  # columns of a product do not mix
     x_SN = x_N[None, :] + (s * (L * COLUMNS_OF_STEP))[:, None]
     tokens = (x_SN, None, 0 * s_t[:, None] + 0 * n_t[None, :])

@@ -27,9 +27,6 @@ class Reads:
     gathered  x has a row for each pair, in the order of experts; else one for each token
     arranged  codes of these bits meet columns in the order of `order.py`
     in_words  inputs of 8 bits come in words of 32 bits
-    rounds_x  tokens of 8 bits come as floats, which are rounded as they load: by groups of columns;
-              and by rows where pairs are not sorted
-    rounds_h  the same of h
     stores    the codes that the first product stores: by "static" scales, or by those of a "group"
     weighs    h, or its scales, are multiplied by weights of routing; else the last sum does that
     """
@@ -37,8 +34,6 @@ class Reads:
     gathered: bool = False
     arranged: tuple[int, ...] = ()
     in_words: bool = False
-    rounds_x: bool = False
-    rounds_h: bool = False
     stores: str = ""
     weighs: bool = False
 
@@ -67,6 +62,8 @@ class Call:
     weights: Tensor | None
     dtype: torch.dtype  # of results
     tiles: Any  # the sizes of launches, None for products that have one
+    rounds_x: bool = False  # whether the products make codes of x, and of h, as they load them
+    rounds_h: bool = False
     order: tuple[Tensor, ...] = ()  # if pairs are sorted, the pair in each row, ends of experts
     inverse_R: Tensor | None = None  # and the row of each pair
     table: Tensor | None = None  # of experts in use, which `tiny_up` writes
@@ -95,14 +92,6 @@ class Call:
     def rounded(self) -> tl.dtype | None:
         """What h is rounded to before the first product makes codes of it by static scales."""
         return None if self.static is None else DTYPES[self.dtype]
-
-    def rounds(self, of: bool) -> bool:
-        """Whether a product that does so of some inputs rounds those of this call."""
-        c = self.codes
-        if not of or c is None or not c.quantizes:
-            return False
-        static = c.x_scale is not None or c.h_scale is not None
-        return c.scaled == "group" or (c.scaled == "row" and not static and not self.order)
 
     @property
     def n_map(self) -> int:

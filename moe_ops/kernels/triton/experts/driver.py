@@ -46,7 +46,8 @@ from moe_ops.kernels.triton.launch import on_its_device
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
     """The two launches of a path and how they read tokens; whether pairs are sorted; the rows of a
-    tile of the table that they read, if they do; and whether weights of codes are decoded first."""
+    tile of the table that they read, if they do; whether weights of codes are decoded first; and
+    whether they make codes of x and of h themselves."""
 
     up: Callable[[Call], None]
     down: Callable[[Call], None]
@@ -54,6 +55,7 @@ class Products:
     sorts: bool = True
     tile_rows: Callable[[Call, Tensor], int] | None = None
     decodes: bool = False
+    rounds: Callable[[Call], tuple[bool, bool]] = lambda c: (False, False)
 
     @property
     def run(self) -> Callable[..., Tensor]:
@@ -77,6 +79,7 @@ def run(
         expert_map=expert_map, residual_TD=residual_TD, weights=weights_TK if early else None,
         dtype=floats_of(x_TD, codes), tiles=tiles,
     )  # fmt: skip
+    c.rounds_x, c.rounds_h = products.rounds(c)
     x_TD = _order(products, c, x_TD, adapted=adapters is not None)
     c.h = operand.room_for_hidden(c)
     # Right before the product that adds it: some begin ahead of its end.

@@ -62,7 +62,7 @@ def made_beside(c: Call, x_TD: Tensor, *, adapted: bool) -> Made | None:
     if codes.by_row:
         return _of_rows(x_TD, codes)
     if codes.quantizes:
-        return None if c.reads.rounds_x else _of_groups(x_TD, codes)
+        return _of_groups(x_TD, codes)
     if not c.arranges:
         return None
     values = x_TD.new_empty(x_TD.shape[0], arranged(x_TD.shape[1], codes.weight))

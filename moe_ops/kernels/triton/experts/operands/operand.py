@@ -5,7 +5,8 @@
     inputs of 8 bits         codes, and scales of groups of columns or of rows (`row_scales.py`)
     inputs of other formats  emulated: rounded to their values, as `fake_quantized.py` says
 
-Tokens may come as codes already. Of h some first products store codes at once.
+Tokens may come as codes already. Of h some first products store codes at once, and some products
+make codes of one token as they load it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     if codes is None:
         return Operand(x_TD, None, choices)
     given_TG = codes.x_scale_TG
-    if given_TG is None and c.rounds(c.reads.rounds_x):
-        pass
-    elif codes.by_row:
+    if c.rounds_x:
+        return Operand(x_TD, None, choices)
+    if codes.by_row:
         x_TD, scale = row_scales.quantize_x(x_TD, codes, c.ids_TK, c.expert_map, inverse_R)
         choices = 1 if row_scales.by_expert(codes.x_scale) else choices
     elif codes.quantizes and given_TG is not None:
@@ -75,14 +76,6 @@ def room_for_hidden(c: Call) -> Operand:
         groups = triton.cdiv(columns, codes.weight.across)
         scale = new(groups, c.x.scale.shape[1], dtype=torch.float32)
         dtype = codes.dtype
-    elif (
-        codes is not None
-        and c.reads.stores == "rows_of_groups"
-        and codes.quantizes
-        and not codes.by_row
-    ):
-        scale = new(rows, triton.cdiv(columns, codes.weight.across), dtype=torch.float32)
-        dtype = codes.dtype
     elif codes is not None and codes.by_row and c.reads.stores and codes.h_scale is not None:
         # Times weights of routing they are others for each row.
         scale = new(rows, dtype=torch.float32) if c.reads.weighs else codes.h_scale
@@ -95,9 +88,7 @@ def room_for_hidden(c: Call) -> Operand:
 def hidden_operand(c: Call) -> Operand:
     """h for the second product, unless the first one stored codes."""
     values, codes, scale = c.h.values, c.codes, None
-    if codes is None or c.h.scale is not None:
-        return Operand(_as_read(c, c.h.values, c.h.scale), c.h.scale)
-    if c.rounds(c.reads.rounds_h):
+    if codes is None or c.h.scale is not None or c.rounds_h:
         return c.h
     rows_R, ends_E = c.order or (None, None)
     if codes.by_row and ends_E is not None:

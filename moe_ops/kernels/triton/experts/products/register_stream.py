@@ -31,8 +31,9 @@ class Sizes(Constant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, and how many
-    steps ahead codes are loaded."""
+    """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, how many steps
+    ahead codes are loaded; and whether one token is rounded to codes of 8 bits where it is
+    loaded."""
 
     S: int = 1
     MW: int = 1
@@ -40,6 +41,7 @@ class Stream:
     NT: int = 1
     C: int = 1
     ahead: int = 2
+    rounds: bool = False
 
     @property
     def warps(self) -> int:
@@ -69,15 +71,14 @@ def _up(c: Call) -> None:
 
     layer, stream, (E, D, I) = c.layer, c.tiles.up, c.sizes
     kernel, routed, rows = kernels.one_up, (c.ids_TK, c.weights, c.expert_map), c.ids_TK.shape[1]
-    size, more, stored = c.n_map, {}, (c.h.values,)
+    size, more = c.n_map, {}
     if c.order:
         kernel, routed, rows = kernels.few_up, (*c.order, c.weights), c.units(stream.tokens)
-        size, stored = c.x.values.stride(0), (c.h.values, c.h.scale)
-        more = {"K": c.x.choices, "BE": c.BE, "HELD": DTYPES[c.dtype]}
+        size, more = c.x.values.stride(0), {"K": c.x.choices, "BE": c.BE}
     F = 2 * I if layer.act.gated else I
     launch(
         kernel, (rows * triton.cdiv(F, stream.rows),),
-        c.x.values, c.x.scale, *routed, *_words(layer.stack13, layer), *stored, size,
+        c.x.values, c.x.scale, *routed, *_words(layer.stack13, layer), c.h.values, size,
         strides(layer.stack13)[3], *c.added13.arguments,
         E=E, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         DTYPE=_multiplied_as(c), **c.added13.constants, P=stream.ahead, SIZES=stream.sizes,
@@ -117,7 +118,18 @@ def _multiplied_as(c: Call) -> tl.dtype:
     return tl.float16 if codes.quantizes else DTYPES[c.dtype]
 
 
-READS = Reads(in_words=True, rounds_x=True, rounds_h=True, weighs=True)
+def _rounds(c: Call) -> tuple[bool, bool]:
+    """Whether the products of one token make codes of x and of h: where tiles say so. Not by scales
+    that are given, or that are found over all choices."""
+    codes = c.codes
+    if codes is None or not codes.quantizes or codes.scaled == "tensor":
+        return False, False
+    if codes.x_scale is not None or codes.h_scale is not None:
+        return False, False
+    return c.tiles.up.rounds and codes.x_scale_TG is None, c.tiles.down.rounds
+
+
+READS = Reads(in_words=True, weighs=True)
 # Of one token; and of a few for each expert, of which every weight is read once for several rows.
-run_one = Products(up=_up, down=_down, reads=READS, sorts=False).run
+run_one = Products(up=_up, down=_down, reads=READS, sorts=False, rounds=_rounds).run
 run = Products(up=_up, down=_down, reads=READS).run

@@ -23,7 +23,6 @@ from moe_ops.kernels.triton.experts.formats.scales import (
     scale_of,
     under_global,
 )
-from moe_ops.kernels.triton.experts.operands.group_scales_gluon import rounded_columns
 from moe_ops.kernels.triton.experts.products.register_stream_adapters import (
     add_adapter,
     add_to_one,
@@ -32,14 +31,13 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
     along,
-    floats_layout,
     of_one,
     one_a_step,
     part_groups,
-    rounds_rows,
     scales_layout,
     steps_of,
     token_groups,
+    token_layout,
     tokens_layout,
     unit_layout,
     words_layout,
@@ -86,12 +84,11 @@ def product_of(
         end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
     acc = gl.zeros([S, M, N], gl.float32, mma)
     weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
-    TOGETHER: gl.constexpr = 4 if tokens[0].dtype.element_ty == gl.int32 else 1
     acc, row_scale = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
     if by_row(W):
         KIND: gl.constexpr = W.kind
         scale = finite(scale_of(gl.load(w_scale_ptr + at, mask=at < end, other=0), KIND))
-        if rounds_rows(W, TOGETHER):
+        if len(tokens) == 4:
             t = of_one(row_scale, gl.SliceLayout(1, mma))
             if tokens[1] is not None:
                 t *= gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0).to(gl.float32)
@@ -161,11 +158,11 @@ def summed(acc, W: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def token_vectors(SIZES: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr, ONE: gl.constexpr):
-    """(shares, tokens) as `load_tokens` has them, and as sums do. ONE token is that of all columns
-    of a tile; where it is rounded it comes once."""
+def token_vectors(SIZES: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr):
+    """(shares, tokens) as `load_tokens` has them, and as sums do. One token that is rounded comes
+    once, and not for each column of a tile."""
     if W.inputs_8 and EACH == 1:
-        tokens: gl.constexpr = floats_layout(SIZES, 1 if ONE else 8 * SIZES.NT)
+        tokens: gl.constexpr = token_layout(SIZES)
     else:
         tokens: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     sums: gl.constexpr = gl.SliceLayout(1, unit_layout(SIZES))
@@ -213,11 +210,11 @@ def one_up(
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH, True)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     # The one token for all columns of a tile, of which the first counts.
     x_SN = x_ptr + (s * (L * COLUMNS_OF_STEP // EACH))[:, None] + 0 * n[None, :]
     tokens = (x_SN, x_scale_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
-    if rounds_rows(W, EACH):
+    if by_row(W) and EACH == 1:
         tokens = (x_SN, None, tokens[2], (x_ptr, 0 * s))
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
@@ -254,7 +251,7 @@ def one_down(
     GROUPS: gl.constexpr = token_groups(I, W)
     words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(gl.program_id(0) * M + gl.arange(0, M, along(words, 1)), D - 1)
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH, True)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     s_w = gl.arange(0, S, along(words, 0))
     ROUNDS: gl.constexpr = (K * C + S - 1) // S
     N: gl.constexpr = 8 * SIZES.NT
@@ -270,8 +267,7 @@ def one_down(
         t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * part_groups(I, C, W), -1)
         h_SN = h_ptr + h_S[:, None] + 0 * n[None, :]
         tokens = (h_SN, h_scale_ptr, t_S[:, None] + 0 * n_t[None, :])
-        if rounds_rows(W, EACH):
-            # Weights multiply scales, of whose tokens each choice is one.
+        if by_row(W) and EACH == 1:  # weights multiply the scales of choices
             weight_at = gl.where(here_S, first + s_t // C, -1)[:, None]
             tokens = (h_SN, weights_ptr, weight_at, (h_ptr, (first + s // C) * I))
         part = product_of(
@@ -316,15 +312,13 @@ def counted(BE: gl.constexpr):
 @gluon.jit
 def few_up(
     x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
-    global_scale_ptr, bias_ptr, h_ptr, h_scale_ptr, stride_x, stride_be, narrow_ptr, wide_ptr,
-    index_ptr, stride_bg, stride_bf, stride_br,
+    global_scale_ptr, bias_ptr, h_ptr, stride_x, stride_be, narrow_ptr, wide_ptr, index_ptr,
+    stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
     W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr,
     RANK: gl.constexpr, TR: gl.constexpr, BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
-    HELD: gl.constexpr, PDL: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """With room for scales h is stored as codes, rounded first to what it is HELD in else: a tile
-    has all columns that share a scale."""
     S: gl.constexpr = SIZES.S
     M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
     N: gl.constexpr = 8 * SIZES.NT
@@ -342,7 +336,7 @@ def few_up(
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH, False)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     # Of rows past the last one anything: columns of a product do not mix.
     token_N = gl.load(rows_ptr + first + gl.minimum(n, count - 1)) // K
     x_N = x_ptr + token_N.to(gl.int64) * stride_x
@@ -369,15 +363,6 @@ def few_up(
         pair = gl.load(rows_ptr + first + n, mask=n < count, other=0)
         weight = gl.load(weights_ptr + pair, mask=n < count, other=0.0).to(gl.float32)
         h *= weight[None, :]
-    if h_scale_ptr is not None:
-        COLUMNS: gl.constexpr = h.shape[0]
-        gl.static_assert(COLUMNS == COLUMNS_OF_STEP)
-        i = block * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, h.type.layout))
-        h, scale = rounded_columns(gl.where((i < I)[:, None], h.to(HELD).to(gl.float32), 0.0))
-        groups: gl.constexpr = (I + COLUMNS - 1) // COLUMNS
-        at = (first + gl.arange(0, N, scale.type.layout)) * groups + block
-        here = gl.arange(0, N, scale.type.layout) < count
-        gl.store(h_scale_ptr + at, scale, mask=here)
     store_h(h_ptr, h, first + n, n < count, block, I)
 
 
@@ -404,7 +389,7 @@ def few_down(
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(block * M + gl.arange(0, M, along(words, 1)), D - 1)
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH, False)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     h_N = h_ptr + (first + gl.minimum(n, count - 1)).to(gl.int64) * (I // EACH)
     h_SN = h_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
     row_t = first + gl.minimum(n_t, count - 1)

@@ -32,13 +32,13 @@ from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, pairs_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of, scale_pairs
 from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
-from moe_ops.kernels.triton.experts.operands.group_scales_gluon import (
+from moe_ops.kernels.triton.experts.operands.rounded_gluon import (
     factors_of,
-    rounded,
     rounded_words,
     words_by,
 )
 from moe_ops.kernels.triton.launch import take_turn
+from moe_ops.kernels.triton.quantize import magnitude
 
 COLUMNS_OF_STEP = gl.constexpr(STEP)
 
@@ -101,14 +101,13 @@ def tokens_layout(SIZES, BITS, EACH):
 
 
 @gluon.constexpr_function
-def floats_layout(SIZES, N):
-    """The layout of tokens [S, N, step] that are rounded to codes of 8 bits: of one token, where
-    a thread has four columns, else as `tokens_layout` has them."""
-    if N > 1:
-        return tokens_layout(SIZES, 8, 1)
+def token_layout(SIZES):
+    """The layout of one token that is rounded to codes of 8 bits, [S, 1, step]: a thread has four
+    columns."""
     registers, lanes = doublings(4, 2), doublings(32, 2, 4)
-    warps = warps_of(SIZES, False)
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [SIZES.S, 1, STEP])
+    return gl.DistributedLinearLayout(
+        registers, lanes, warps_of(SIZES, False), [], [SIZES.S, 1, STEP]
+    )
 
 
 @gluon.constexpr_function
@@ -118,12 +117,6 @@ def row_layout(SIZES):
     return gl.DistributedLinearLayout(
         registers, lanes, warps_of(SIZES, False), [], [SIZES.S, 1, 1024]
     )
-
-
-@gluon.constexpr_function
-def rounds_rows(W, EACH):
-    """Whether tokens of elements of EACH columns are rounded by a scale of all their columns."""
-    return by_row(W) and EACH == 1
 
 
 @gluon.constexpr_function
@@ -231,8 +224,8 @@ def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def to_all_tokens(words, SIZES: gl.constexpr):
-    """[S, N, 32] in the order of `tokens_layout` of words [S, 1, 32], of which a thread has one."""
+def to_all_columns(words, SIZES: gl.constexpr):
+    """[S, N, 32] in `tokens_layout` of words [S, 1, 32] of one token, of which a thread has one."""
     S: gl.constexpr = words.shape[0]
     words = words.reshape([S, 8, 4])
     first = 4 * gl.arange(0, 4, along(words.type.layout, 2))[None, None, :] + 0 * words
@@ -244,11 +237,11 @@ def to_all_tokens(words, SIZES: gl.constexpr):
         gl.join(from_lane(words, first + 16), from_lane(words, first + 18)),
         gl.join(from_lane(words, first + 17), from_lane(words, first + 19)),
     )
-    all = gl.join(left, right).permute([0, 1, 5, 2, 3, 4]).reshape([S, 8, 32])
+    words = gl.join(left, right).permute([0, 1, 5, 2, 3, 4]).reshape([S, 8, 32])
     for i in gl.static_range(SIZES.NT.bit_length() - 1):
         N: gl.constexpr = 16 * 2**i
-        all = gl.join(all, all).permute([0, 3, 1, 2]).reshape([S, N, 32])
-    return gl.convert_layout(all, tokens_layout(SIZES, 8, 4), assert_trivial=True)
+        words = gl.join(words, words).permute([0, 3, 1, 2]).reshape([S, N, 32])
+    return gl.convert_layout(words, tokens_layout(SIZES, 8, 4), assert_trivial=True)
 
 
 @gluon.jit
@@ -262,19 +255,16 @@ def from_lane(words, lane):
 
 @gluon.jit
 def codes_of_step(x, factors, W: gl.constexpr, SIZES: gl.constexpr):
-    """(what codes of tokens of a step stand for, or words of the codes of one token; their scales,
-    but for those of rows), as `load_tokens` gives those that are codes."""
-    sums: gl.constexpr = gl.SliceLayout(1, unit_layout(SIZES))
+    """(words of the codes of one token of a step, for all columns of a tile; their scales, but for
+    those of rows), as `load_tokens` gives those of codes."""
     if by_row(W):
         _, inverse, rest = factors
-        x = words_by(x, inverse[:, :, None], rest[:, :, None], W.element == "int8")
-        return to_all_tokens(x, SIZES), 0
-    elif x.shape[1] == 1:
-        x, t = rounded_words(x)
-        return to_all_tokens(x, SIZES), of_one(t, sums)
+        words = words_by(x, inverse[:, :, None], rest[:, :, None], W.element == "int8")
+        t = 0
     else:
-        x, t = rounded(x)
-        return x, gl.convert_layout(t, sums)
+        words, scale = rounded_words(x)
+        t = of_one(scale, gl.SliceLayout(1, unit_layout(SIZES)))
+    return to_all_columns(words, SIZES), t
 
 
 @gluon.jit
@@ -375,7 +365,7 @@ def load_tokens(
     x_SN, x_scale_ptr, t_at = tokens[0], tokens[1], tokens[2]
     EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
     if W.inputs_8 and EACH == 1:
-        layout: gl.constexpr = floats_layout(SIZES, x_SN.shape[1])
+        layout: gl.constexpr = token_layout(SIZES)
     else:
         layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     x = load_step(x_SN, here_S, step, COLUMNS, C, W, layout, SOME, "")
@@ -395,7 +385,7 @@ def add_product(
     DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
     WAIT: gl.constexpr,
 ):  # fmt: skip
-    """(acc and the products of all steps of a part; the scales of tokens that are rounded by rows).
+    """(acc and the products of all steps of a part; the scale of a token that is rounded by rows).
     Codes are loaded P steps ahead; those of the first steps before this waits for the launch before
     it, if it does."""
     L: gl.constexpr = steps_of(COLUMNS, C)
@@ -428,28 +418,24 @@ def add_product(
 
 
 @gluon.jit
-def row_factors(
-    tokens, here_S, COLUMNS: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr
-):  # fmt: skip
-    """(scales, their inverses in two halves) [S, 1] of tokens that are rounded by rows."""
-    x_SN = tokens[0]
-    EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
-    if not rounds_rows(W, EACH):
+def row_factors(tokens, here_S, COLUMNS: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr):
+    """(scales, their inverses in two halves) [S, 1] of a token that is rounded by rows, whose place
+    is the last of `tokens`; nothing for others."""
+    if len(tokens) == 3:
         return (0, 0, 0)
     else:
         layout: gl.constexpr = row_layout(SIZES)
-        floats: gl.constexpr = floats_layout(SIZES, 1)
-        STEP_OF_ROW: gl.constexpr = layout.shape[2]
+        EACH: gl.constexpr = layout.shape[2]
         row_ptr, row_S = tokens[3]
-        at_S = gl.convert_layout(row_S, along(layout, 0))[:, None, None]
+        at = row_ptr + gl.convert_layout(row_S, along(layout, 0))[:, None, None]
         here = gl.convert_layout(here_S, along(layout, 0))[:, None, None]
-        column = gl.arange(0, STEP_OF_ROW, along(layout, 2))[None, None, :]
-        bits = 0 * (at_S + column)
-        for first in range(0, COLUMNS, STEP_OF_ROW):
+        column = gl.arange(0, EACH, along(layout, 2))[None, None, :]
+        largest = gl.zeros([layout.shape[0], 1, EACH], gl.int32, layout)
+        for first in range(0, COLUMNS, EACH):
             mask = here & (first + column // 8 * 8 < COLUMNS)
-            x = gl.load(row_ptr + at_S + first + column, mask=mask, other=0).to(gl.float32)
-            bits = gl.maximum(bits, x.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
-        largest = gl.convert_layout(gl.max(bits, 2), gl.SliceLayout(2, floats))
+            x = gl.load(at + first + column, mask=mask, other=0).to(gl.float32)
+            largest = gl.maximum(largest, magnitude(x))
+        largest = gl.convert_layout(gl.max(largest, 2), gl.SliceLayout(2, token_layout(SIZES)))
         return factors_of(largest.to(gl.float32, bitcast=True), W.element == "int8")
 
 
