@@ -10,8 +10,6 @@ from moe_ops.kernels.triton import (
     LARGE,
     TINY_PAIRS,
     TINY_TOKENS,
-    Weight,
-    most_streamed,
     one_a_step,
 )
 from moe_ops.ops.experts import ExpertsCall
@@ -22,16 +20,21 @@ from moe_ops.ops.experts import ExpertsCall
 MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # The same for quantised weights: rows where triton.grouped decodes them first, by the bits of a
 # code; with inputs of 8 bits, on an H100; and where it multiplies codes as they are stored, by the
-# bits and whether rows have one scale for a step of columns, and of large experts.
+# bits and whether rows have one scale for a step of columns, and of large experts by the bits.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
-# Those of fewer than eight bits take the ways of four, which were measured.
+# Codes of four and eight bits have tiles of few tokens. With 8 rows an expert qwen3_30b took 124 µs
+# by triton.rows and 125 by tiles in int4, 138 and 132 in mxfp4, 208 and 181 in float8; with 4 rows
+# 107 and 130 in mxfp4, 170 and 174 in float8. Large experts (64 of 4096 x 3072) took 349 and 398
+# with 4 rows in int4, 474 and 407 with 8, and 705 and 614 in float8. Those of six bits were
+# measured as four were before they had such tiles.
 MOST_ROWS_OF_CODES, MOST_ROWS_OF_QUANTIZED_INPUTS = {4: 400, 8: 200}, 16
-MOST_ROWS_AS_STORED = {(4, True): 32, (4, False): 28, (8, True): 32, (8, False): 32}
-MOST_ROWS_OF_LARGE_AS_STORED = 24
-# Large experts of four bits have those that stream through registers. With a scale for a step and
-# HUGE elements of W2 they have fewer: 4 rows of mixtral_8x7b took 262 µs so on an H200, and 251 in
-# tiles of 16 tokens.
+MOST_ROWS_AS_STORED = {
+    (4, True): 8, (4, False): 6, (6, True): 32, (6, False): 28, (8, True): 5, (8, False): 5,
+}  # fmt: skip
+MOST_ROWS_OF_LARGE_AS_STORED = {4: 6, 6: 24, 8: 5}
+# With HUGE elements of W2 4 rows of mixtral_8x7b took 262 µs by triton.rows and 251 by tiles in
+# int4, 299 and 261 in mxfp4, 386 and 373 in float8; 2 rows 229 and 250 in mxfp4.
 HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
 
 
@@ -68,20 +71,12 @@ def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
     if call.x_format and inputs_of(call) is None:
         return MOST_ROWS_OF_QUANTIZED_INPUTS
     weight = weight_of(call)
-    bits = 8 if weight.bits == 8 else 4
+    bits = weight.bits
     if as_stored and refuse_registers(call) is None:
+        if bits != 6 and math.prod(call.widths) >= HUGE:
+            return MOST_ROWS_OF_HUGE
         if _is_large(call):
-            return _most_rows_of_large(weight, math.prod(call.widths))
+            return MOST_ROWS_OF_LARGE_AS_STORED[bits]
         return MOST_ROWS_AS_STORED[bits, one_a_step(weight)]
     decoded = (call.w13_EFD.nbytes + call.w2_EDI.nbytes) * 16 // weight.bits
-    return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[bits]
-
-
-def _most_rows_of_large(weight: Weight, elements: int) -> int:
-    """The most rows of a large expert of so many elements of W2, where codes are multiplied as they
-    are stored."""
-    if weight.bits != 4:
-        return MOST_ROWS_OF_LARGE_AS_STORED
-    if one_a_step(weight) and elements >= HUGE:
-        return MOST_ROWS_OF_HUGE
-    return most_streamed(weight)
+    return None if decoded > MOST_DECODED else MOST_ROWS_OF_CODES[8 if bits == 8 else 4]

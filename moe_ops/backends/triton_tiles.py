@@ -180,11 +180,11 @@ def codes_tile(tile: CodesTile, weight: Weight) -> CodesTile:
 def of_registers(
     x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
 ) -> CodesTile:
-    """The tile of a call by the table; of other codes than those of four bits, of which no smaller
-    tile was measured, the largest."""
+    """The tile of a call by the table; of codes of six bits, which would spill in smaller ones, the
+    largest."""
     experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
     per_expert, weight = ids_TK.numel() / experts, _codes(layer).weight
-    if weight.bits != 4:
+    if weight.bits == 6:
         per_expert = math.inf
     tile = next(tile for most, tile in CODES_TILES if per_expert <= most)
     return codes_tile(tile, weight)

@@ -61,7 +61,8 @@ def test_pages_have_a_place_for_them() -> None:
     )  # fmt: skip
     assert forwards.BLOCK.findall(page) == [f"forward_{m}" for m in sizes]
     assert training.BLOCK.findall((FOLDER / "TRAINING.md").read_text()) == [
-        "train_h100", "train_wide_h100", "train_frozen_h100", "train_frozen_h200",
+        "train_h100", "train_wide_h100", "train_wide_h200", "train_frozen_h100",
+        "train_frozen_h200",
     ]  # fmt: skip
     assert len(layers.MEANS.findall((ROOT / "docs" / "PERFORMANCE.md").read_text())) == 1
 

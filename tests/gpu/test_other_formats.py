@@ -63,14 +63,16 @@ def wanted(call: ExpertsCall) -> Tensor:
     assert c.b13_EF is not None and c.b2_ED is not None
     h_TKI, y_TKD = None, torch.zeros(T, K, c.x_TD.shape[1], device="cuda")
 
-    def product(x: Tensor, e: int, w: Tensor, scale: Any, common: Any, bias: Tensor) -> Tensor:
-        own = None if common is None else common[e]
-        matrix = packing.dequantize(w[e], scale[e], format, global_scale=own)
+    def product(x: Tensor, e: int, w: Tensor, scale: Any, beside: Any, bias: Tensor) -> Tensor:
+        common, zero = (None if t is None else t[e] for t in beside)
+        matrix = packing.dequantize(w[e], scale[e], format, zero, common)
         return F.linear(x, matrix, bias[e].float())
 
+    beside13 = c.global_scale13_E, c.w13_zero_EFG
+    beside2 = c.global_scale2_E, c.w2_zero_EDG
     pairs = [(c.ids_TK == e).nonzero(as_tuple=True) for e in range(E)]
     for e, (t, k) in enumerate(pairs):
-        y = product(x_TD[t], e, c.w13_EFD, c.w13_scale_EFG, c.global_scale13_E, c.b13_EF)
+        y = product(x_TD[t], e, c.w13_EFD, c.w13_scale_EFG, beside13, c.b13_EF)
         h = activate.reference(y, *c.activation)
         if h_TKI is None:
             h_TKI = torch.zeros(T, K, h.shape[1], device="cuda")
@@ -80,7 +82,7 @@ def wanted(call: ExpertsCall) -> Tensor:
         h_TKI = rounded(h_TKI.to(c.x_TD.dtype).flatten(0, 1), c.x_format).view(h_TKI.shape)
     for e, (t, k) in enumerate(pairs):
         y_TKD[t, k] = product(
-            h_TKI[t, k], e, c.w2_EDI, c.w2_scale_EDG, c.global_scale2_E, c.b2_ED
+            h_TKI[t, k], e, c.w2_EDI, c.w2_scale_EDG, beside2, c.b2_ED
         )  # fmt: skip
     used_TK = (c.ids_TK >= 0) & (c.ids_TK < E)
     return (y_TKD * c.weights_TK[..., None]).masked_fill(~used_TK[..., None], 0).sum(1)

@@ -24,7 +24,6 @@ from moe_ops.backends.triton_limits import (
     MOST_ROWS_OF_QUANTIZED_INPUTS,
     most_rows_tokens,
 )
-from moe_ops.kernels.triton import MOST_OF_SUMS, MOST_STREAMED
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
@@ -363,17 +362,17 @@ def test_grouped_takes_float8_with_many_rows_an_expert() -> None:
 
 
 # Widths, and up to how many rows an expert weights of them stream; the last ones are decoded first.
-STORED, FIRST = MOST_ROWS_AS_STORED, MOST_ROWS_OF_CODES
+STORED, FIRST, OF_LARGE = MOST_ROWS_AS_STORED, MOST_ROWS_OF_CODES, MOST_ROWS_OF_LARGE_AS_STORED
 ROWS_UP_TO = [
     ("mxfp4", WIDE, STORED[4, False]), ("nvfp4", WIDE, STORED[4, False]),
     ("int4:1x128", replace(WIDE, I=512), STORED[4, True]),
-    ("int4:1x32", replace(WIDE, D=8192, I=1024), MOST_STREAMED),
-    ("int4:1x128", replace(WIDE, D=8192, I=1024), MOST_OF_SUMS),
+    ("int4:1x32", replace(WIDE, D=8192, I=1024), OF_LARGE[4]),
+    ("int4:1x128", replace(WIDE, D=8192, I=1024), OF_LARGE[4]),
     ("int4:1x128", replace(WIDE, D=8192, I=4096), MOST_ROWS_OF_HUGE),
-    ("mxfp4", replace(WIDE, D=8192, I=4096), MOST_STREAMED),
-    ("mxfp6_e3m2", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
-    ("int8:1x128", replace(WIDE, D=8192, I=1024), MOST_ROWS_OF_LARGE_AS_STORED),
-    ("mxfp6_e3m2", WIDE, STORED[4, False]), ("float6_e2m3:row", WIDE, STORED[4, True]),
+    ("mxfp4", replace(WIDE, D=8192, I=4096), MOST_ROWS_OF_HUGE),
+    ("mxfp6_e3m2", replace(WIDE, D=8192, I=1024), OF_LARGE[6]),
+    ("int8:1x128", replace(WIDE, D=8192, I=1024), OF_LARGE[8]),
+    ("mxfp6_e3m2", WIDE, STORED[6, False]), ("float6_e2m3:row", WIDE, STORED[6, True]),
     ("int8:1x64", replace(WIDE, I=208), STORED[8, False]),
     ("float8_e4m3fn:128x128", replace(WIDE, I=512), STORED[8, True]),
     ("int4:1x16", WIDE, FIRST[4]), ("int4:1x32", replace(WIDE, I=256), FIRST[4]),
