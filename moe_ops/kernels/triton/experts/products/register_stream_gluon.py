@@ -88,7 +88,7 @@ def product_of(
     if by_row(W):
         KIND: gl.constexpr = W.kind
         scale = finite(scale_of(gl.load(w_scale_ptr + at, mask=at < end, other=0), KIND))
-        if len(tokens) == 4:
+        if tokens[0].dtype.element_ty != gl.int32:
             t = of_one(row_scale, gl.SliceLayout(1, mma))
             if tokens[1] is not None:
                 t *= gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0).to(gl.float32)

@@ -421,16 +421,17 @@ def add_product(
 def row_factors(tokens, here_S, COLUMNS: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr):
     """(scales, their inverses in two halves) [S, 1] of a token that is rounded by rows, whose place
     is the last of `tokens`; nothing for others."""
-    if len(tokens) == 3:
+    if not by_row(W) or tokens[0].dtype.element_ty == gl.int32:
         return (0, 0, 0)
     else:
         layout: gl.constexpr = row_layout(SIZES)
+        S: gl.constexpr = layout.shape[0]
         EACH: gl.constexpr = layout.shape[2]
         row_ptr, row_S = tokens[3]
         at = row_ptr + gl.convert_layout(row_S, along(layout, 0))[:, None, None]
         here = gl.convert_layout(here_S, along(layout, 0))[:, None, None]
         column = gl.arange(0, EACH, along(layout, 2))[None, None, :]
-        largest = gl.zeros([layout.shape[0], 1, EACH], gl.int32, layout)
+        largest = gl.zeros([S, 1, EACH], gl.int32, layout)
         for first in range(0, COLUMNS, EACH):
             mask = here & (first + column // 8 * 8 < COLUMNS)
             x = gl.load(at + first + column, mask=mask, other=0).to(gl.float32)
