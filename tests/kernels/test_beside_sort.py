@@ -21,6 +21,7 @@ from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.ops.adapters import Adapter
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import BF16, DEVICE, F16, Case
+from tests.chosen import in_turn
 from tests.kernels.test_quantized_experts import BLOCK_FLOAT8, call_of
 
 STATIC = {
@@ -75,8 +76,9 @@ def both_ways(call: ExpertsCall, monkeypatch: pytest.MonkeyPatch) -> tuple[Tenso
     return got, run_experts("rows/rows", call), found[0]
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("case", MADE)
+@in_turn(
+    pytest.mark.parametrize("dtype", [BF16, F16], ids=str), pytest.mark.parametrize("case", MADE)
+)
 def test_the_same_tokens(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     w_format, x_format, static, how = MADE[case]
     if static and dtype == F16 and how == "emulated":

@@ -20,6 +20,7 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, Case
+from tests.chosen import in_turn
 from tests.kernels import gluon_in_torch
 from tests.kernels.test_quantized_experts import BLOCK_FLOAT8, call_of
 
@@ -58,9 +59,11 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("tiles", [ONE, TWO], ids=["one", "two"])
+@in_turn(
+    pytest.mark.parametrize("tokens", TOKENS),
+    pytest.mark.parametrize("formats", FORMATS),
+    pytest.mark.parametrize("tiles", [ONE, TWO], ids=["one", "two"]),
+)
 def test_the_bits_of_tokens_that_were_rounded_before(
     tiles: Streams, formats: str, tokens: str, launched: list[str]
 ) -> None:
