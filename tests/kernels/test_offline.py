@@ -106,8 +106,9 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     assert [v for v in variants if v["nans"] > 0] == []
     # Scales are the definition's to the bit; Triton's `/` is `div.full`, which is off by two.
     quantizes = [v["divides"] for v in variants if v["kernel"] in QUANTIZE]
-    some = [v["divides"] for v in variants if v["kernel"] in ("emulate_kernel", BESIDE)]
+    emulates = [v["divides"] for v in variants if v["kernel"] == "emulate_kernel"]
+    beside = [v["divides"] for v in variants if v["kernel"] == BESIDE]
     assert all(divides == ["rn"] for divides in quantizes)
-    assert all(divides in (["rn"], []) for divides in some)  # none by powers of two
+    assert all(divides in (["rn"], []) for divides in emulates + beside)  # none by powers of two
     assert bool(emulates) == (part == "other_codes")
     assert bool(quantizes) == (part == "by_row" or (part == "codes" and capability >= 89))
