@@ -145,7 +145,7 @@ def sort_beside_tokens_kernel(
 def sort_beside_tokens(
     ids_TK: Tensor, num_experts: int, expert_map: Tensor | None, x_TD: Tensor, made: Made
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `sort_pairs`; and makes tokens of x."""
+    """The rows of pairs as `sort_pairs` gives them; fills `made` with what becomes of x."""
     R, E, (T, D), out = ids_TK.numel(), num_experts, x_TD.shape, made.values.shape[1]
     rows_R, inverse_R = (ids_TK.new_empty(R, dtype=torch.int32) for _ in range(2))
     ends_E = ids_TK.new_empty(E, dtype=torch.int32)
