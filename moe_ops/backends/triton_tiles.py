@@ -227,7 +227,7 @@ def _one_of_8(layer: Experts, up: Stream, down: Stream) -> Streams:
     product would do so again and again."""
     _, D, width = layer.sizes
     if D * width >= LARGE:
-        return Streams(up=up, down=replace(down, rounds=True))
+        return Streams(up=up, down=replace(down, rounds=True, registers=128))  # two on a processor
     up, down = (replace(stream, rounds=True, ahead=4) for stream in (up, down))
     return Streams(up=up, down=down)
 

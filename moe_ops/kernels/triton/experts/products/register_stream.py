@@ -32,8 +32,8 @@ class Sizes(Constant):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, how many steps
-    ahead codes are loaded; and whether one token is rounded to codes of 8 bits where it is
-    loaded."""
+    ahead codes are loaded; whether one token is rounded to codes of 8 bits where it is loaded; and
+    the most registers of a thread, if that is not the compiler's affair."""
 
     S: int = 1
     MW: int = 1
@@ -42,10 +42,17 @@ class Stream:
     C: int = 1
     ahead: int = 2
     rounds: bool = False
+    registers: int | None = None
 
     @property
     def warps(self) -> int:
         return self.S * self.MW
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Those of Triton."""
+        most = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.warps, **most}
 
     @property
     def sizes(self) -> Sizes:
@@ -82,7 +89,7 @@ def _up(c: Call) -> None:
         strides(layer.stack13)[3], *c.added13.arguments,
         E=E, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         DTYPE=_multiplied_as(c), **c.added13.constants, P=stream.ahead, SIZES=stream.sizes,
-        num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
+        **stream.options, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 
@@ -101,7 +108,7 @@ def _down(c: Call) -> None:
         strides(layer.stack2)[3], *c.added2.arguments,
         E=E, D=D, I=I, W=layer.weight, DTYPE=_multiplied_as(c), **c.added2.constants,
         P=stream.ahead, SIZES=stream.sizes,
-        num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
+        **stream.options, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 

@@ -254,13 +254,12 @@ def from_lane(words, lane):
 
 
 @gluon.jit
-def codes_of_step(x, factors, W: gl.constexpr, SIZES: gl.constexpr):
-    """(words of the codes of one token of a step, for all columns of a tile; their scales, but for
-    those of rows), as `load_tokens` gives those of codes."""
+def codes_of_step(x, t, factors, W: gl.constexpr, SIZES: gl.constexpr):
+    """(words of the codes of one token of a step, for all columns of a tile; their scales, of rows
+    anything), as `load_tokens` gives those of codes."""
     if by_row(W):
         _, inverse, rest = factors
         words = words_by(x, inverse[:, :, None], rest[:, :, None], W.element == "int8")
-        t = 0
     else:
         words, scale = rounded_words(x)
         t = of_one(scale, gl.SliceLayout(1, unit_layout(SIZES)))
@@ -398,13 +397,21 @@ def add_product(
     take_turn(WAIT)
     factors = row_factors(tokens, here_S, COLUMNS, W, SIZES)
     x, t = load_tokens(tokens, here_S, 0, COLUMNS, C, W, SIZES, SOME)
+    further = x
+    if rounded_at_load(tokens[0].dtype.element_ty, W):
+        x, t = codes_of_step(x, t, factors, W, SIZES)
+        if L > 1:
+            further, _ = load_tokens(tokens, here_S, 1, COLUMNS, C, W, SIZES, SOME)
     for first in range(0, LOOPED, P):
         for p in gl.static_range(P):
             now, step = (ring[0], x, t), first + p
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring[1:] + (new,)  # noqa: RUF005
-            x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
-            acc = add_step(acc, now, factors, W, DTYPE, SIZES)
+            x, t, further = next_tokens(
+                further, tokens, here_S, factors, step + 1, gl.minimum(step + 2, L - 1), COLUMNS,
+                C, W, SIZES, SOME,
+            )  # fmt: skip
+            acc = add_step(acc, now, W, DTYPE, SIZES)
     for step in gl.static_range(LOOPED, L):
         now = (ring[0], x, t)
         ring = ring[1:]
@@ -412,16 +419,41 @@ def add_product(
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring + (new,)  # noqa: RUF005
         if step + 1 < L:
-            x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
-        acc = add_step(acc, now, factors, W, DTYPE, SIZES)
+            x, t, further = next_tokens(
+                further, tokens, here_S, factors, step + 1, step + (2 if step + 2 < L else 1),
+                COLUMNS, C, W, SIZES, SOME,
+            )  # fmt: skip
+        acc = add_step(acc, now, W, DTYPE, SIZES)
     return acc, factors[0]
+
+
+@gluon.constexpr_function
+def rounded_at_load(element, W):
+    """Whether tokens of these elements are rounded to codes where they are loaded."""
+    return W.inputs_8 and element != gl.int32
+
+
+@gluon.jit
+def next_tokens(
+    further, tokens, here_S, factors, step, behind, COLUMNS: gl.constexpr, C: gl.constexpr,
+    W: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
+):  # fmt: skip
+    """(tokens of a step, their scales; what is loaded of one that is rounded, of the step behind).
+    It is rounded while the step before is multiplied."""
+    if rounded_at_load(tokens[0].dtype.element_ty, W):
+        ahead, t = load_tokens(tokens, here_S, behind, COLUMNS, C, W, SIZES, SOME)
+        x, t = codes_of_step(further, t, factors, W, SIZES)
+        return x, t, ahead
+    else:
+        x, t = load_tokens(tokens, here_S, step, COLUMNS, C, W, SIZES, SOME)
+        return x, t, further
 
 
 @gluon.jit
 def row_factors(tokens, here_S, COLUMNS: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr):
     """(scales, their inverses in two halves) [S, 1] of a token that is rounded by rows, whose place
     is the last of `tokens`; nothing for others."""
-    if not by_row(W) or tokens[0].dtype.element_ty == gl.int32:
+    if not (by_row(W) and rounded_at_load(tokens[0].dtype.element_ty, W)):
         return (0, 0, 0)
     else:
         layout: gl.constexpr = row_layout(SIZES)
@@ -441,8 +473,8 @@ def row_factors(tokens, here_S, COLUMNS: gl.constexpr, W: gl.constexpr, SIZES: g
 
 
 @gluon.jit
-def add_step(acc, loaded, factors, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
-    """acc and the product of what `load_all` and `load_tokens` gave."""
+def add_step(acc, loaded, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
+    """acc and the product of what `load_all` and `next_tokens` gave."""
     codes, x, t = loaded
     w, s, z = codes
     ELEMENT: gl.constexpr = W.element
@@ -450,8 +482,6 @@ def add_step(acc, loaded, factors, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: 
     IN_SUM: gl.constexpr = one_a_step(W)
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     INT8: gl.constexpr = W.element == "int8"
-    if W.inputs_8 and x.dtype != gl.int32:
-        x, t = codes_of_step(x, factors, W, SIZES)
     b = operand_of(x, W, DTYPE, SIZES)
     operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)
     if W.bits == 8:
