@@ -63,7 +63,7 @@ from moe_ops.kernels.triton.experts.operands import (
     row_scales,
 )
 from moe_ops.kernels.triton.experts.products import grouped_plain, register_stream, rows, tiny
-from moe_ops.kernels.triton.experts.schedule import combine, sort, tile_map
+from moe_ops.kernels.triton.experts.schedule import combine, sort
 from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.cubins import nans_of_zeros, usage
@@ -186,7 +186,7 @@ def compile_launches(
             latents, linears, norm, one_query, permuted, push, push_sum, quantized_linears,
             quantized_row, quantized_stream, register_stream, rope, rope_attention, routing,
             row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks,
-            static_factors, tile_map,
+            static_factors,
         ):  # fmt: skip
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (

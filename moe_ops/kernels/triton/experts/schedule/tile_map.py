@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 GROUP = 16  # tiles of one expert that run side by side, sharing W from the L2 cache
@@ -44,7 +43,7 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int) -> TileMap:
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
     launch(
         _tile_map, (E,), ends_E, table, E, rows, capacity, block_m, GROUP, block_e, block,
-        num_warps=4, **pdl_options(ends_E),
+        num_warps=4,
     )  # fmt: skip
     return TileMap(table, block_m)
 
@@ -53,7 +52,6 @@ def tile_map(ends_E: Tensor, rows: int, block_m: int) -> TileMap:
 def _tile_map(
     ends_ptr, tiles_ptr, E, R, CAPACITY,
     BLOCK_M: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program e writes the tiles of expert e.
 
@@ -61,7 +59,6 @@ def _tile_map(
     table.
     """
     e = tl.program_id(0)
-    take_turn(PDL)
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(ends_ptr + experts, mask=experts < E, other=0)
     starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
