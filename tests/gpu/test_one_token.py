@@ -3,6 +3,7 @@ so once for all programs."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -38,10 +39,18 @@ def one_token(widths: str, formats: str, dtype: torch.dtype) -> ExpertsCall:
     return call
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("tiles", STREAMS)
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("widths", WIDTHS)
+# Each of some widths and formats, the others in turns.
+CASES = [
+    (widths, formats, tiles, dtype)
+    for (widths, formats), tiles, dtype in zip(
+        itertools.product(WIDTHS, FORMATS),
+        itertools.cycle((*STREAMS, "ahead")),
+        itertools.cycle((BF16, F16)),
+    )
+]
+
+
+@pytest.mark.parametrize(("widths", "formats", "tiles", "dtype"), CASES, ids=str)
 def test_the_bits_of_launches_that_round_before(
     widths: str, formats: str, tiles: str, dtype: torch.dtype
 ) -> None:

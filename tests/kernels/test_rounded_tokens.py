@@ -13,7 +13,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.backends import triton_hopper
-from moe_ops.backends.triton import run_experts
+from moe_ops.backends.triton import (
+    TENSORS,
+    formats_named,
+    layer_of,
+    run_experts,
+    tensors_of,
+)
+from moe_ops.backends.triton_tiles import one_streams
 from moe_ops.kernels.triton.experts.products import register_stream
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.ops.experts import ExpertsCall
@@ -22,6 +29,7 @@ from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE, F16, Case
 from tests.chosen import in_turn
 from tests.kernels import gluon_in_torch
+from tests.kernels.offline_codes import quantized_call
 from tests.kernels.test_quantized_experts import BLOCK_FLOAT8, call_of
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels themselves")
@@ -82,6 +90,45 @@ def test_the_bits_of_tokens_that_were_rounded_before(
     for up, down in ((True, True), (True, False), (False, True)):
         assert same(run(call, tiles, up, down), want)
     assert bool(want.isnan().all()) == (tokens in ("nan", "infinite"))
+
+
+@pytest.mark.parametrize("scales", ["given", "static", "of_all"])
+def test_tokens_that_are_not_rounded_there(scales: str, launched: list[str]) -> None:
+    """Those that came as codes, and those by scales that are given or that all choices share."""
+    case = Case(name=scales, T=1, E=4, K=2, D=256, I=128)
+    formats = FORMATS["rows"] if scales == "given" else ("int8:row", "int8:tensor")
+    call = call_of(case, *formats, dtype=BF16)
+    if scales == "static":
+        scale = torch.tensor([0.02])
+        call = replace(call, x_scale=scale, h_scale=scale)
+    elif scales == "given":
+        done = packing.quantize(call.x_TD, Format.of(formats[1]))
+        call = replace(call, x_TD=done.values, x_scale_TG=done.scale, out_dtype="bfloat16")
+    assert same(run(call, ONE, True, True), run(call, ONE, False, False))
+    assert launched == ["one_up", "one_down"] * 2
+
+
+# Whether the tables round x and h, and the steps ahead of both products.
+TABLES = [
+    ("groups", (2048, 768), (True, True, 4, 4)),
+    ("groups", (2880, 2880), (False, True, 2, 2)),
+    ("rows", (2048, 768), (True, True, 2, 2)),
+    ("int8", (4096, 14336), (True, True, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("formats", "widths", "wanted"), TABLES)
+def test_what_the_tables_round(
+    formats: str, widths: tuple[int, int], wanted: tuple[bool, bool, int, int]
+) -> None:
+    case = Case(name=formats, T=1, E=1, K=1, D=widths[0], I=widths[1])
+    call = quantized_call(case, 1, *FORMATS[formats])
+    named = dict(zip(TENSORS, tensors_of(call), strict=True))
+    layer = layer_of(named, call.transposed, call.activation, formats_named(call))
+    tiles = one_streams(4, layer)
+    found = (tiles.up.rounds, tiles.down.rounds, tiles.up.ahead, tiles.down.ahead)
+    assert found == wanted
+    assert tiles.down.registers == (0 if wanted[0] else 128)
 
 
 def every(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ class Sizes(Constant):
 class Stream:
     """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, how many steps
     ahead codes are loaded; whether one token is rounded to codes of 8 bits where it is loaded; and
-    the most registers of a thread, if that is not the compiler's affair."""
+    the most registers of a thread, 0 for as many as it takes."""
 
     S: int = 1
     MW: int = 1
@@ -42,7 +42,7 @@ class Stream:
     C: int = 1
     ahead: int = 2
     rounds: bool = False
-    registers: int | None = None
+    registers: int = 0
 
     @property
     def warps(self) -> int:
@@ -51,7 +51,7 @@ class Stream:
     @property
     def options(self) -> dict[str, int]:
         """Those of Triton."""
-        most = {} if self.registers is None else {"maxnreg": self.registers}
+        most = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.warps, **most}
 
     @property
