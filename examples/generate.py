@@ -42,8 +42,8 @@ from moe_ops.bench.when import when
 
 # Names of GPU kernels, the first that fits; Inductor's own are named after what they compute.
 PARTS = {
-    "MoE": r"(tiny|rows|one|few)_(up|down)|_grouped|grouped_mm|route|sort_kernel|count_kernel"
-    r"|add_up_kernel|place_kernel|sum_kernel|tile_map|moe",
+    "MoE": r"(tiny|rows|one|few)_(up|down)|_grouped|grouped_mm|route|sort_(kernel|beside_tokens)"
+    r"|count_kernel|add_up_kernel|place_kernel|sum_kernel|tile_map|moe",
     "attention": r"softmax|attention|fmha|flash|bmm|index_copy|index_put|scatter|one_query|rope",
     "rest": r"",
 }

@@ -38,10 +38,12 @@ TINY_SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "down": {"BG": (1, 2, 4, 8, 16), "BR": (4, 8, 16, 32), "BH": (64, 128, 256),
              "down_stages": STAGES},
 }  # fmt: skip
-# Of codes that stream through registers, of either product; parts only where they are no shares.
+# Of codes that stream through registers, of either product; parts only where they are no shares,
+# and only of one token whether it is rounded where it is loaded, and the most registers.
 STREAM_SIZES: dict[str, tuple[int, ...]] = {
     "S": (1, 2, 4, 8, 16), "MW": (1, 2, 4, 8), "MT": (1, 2, 4), "NT": (1, 2, 4),
-    "C": (1, 2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8),
+    "C": (1, 2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8), "rounds": (False, True),
+    "registers": (0, 128),
 }  # fmt: skip
 # Of codes that many rows an expert decode in registers, of both products.
 CODES_SIZES: dict[str, tuple[int, ...]] = {
@@ -65,8 +67,9 @@ def around(kernel: str, product: str, tiles: Any) -> Iterator[Any]:
     part = getattr(tiles, product) if of_product else tiles
     sizes = ROWS_SIZES if kernel == "rows" else TINY_SIZES[product]
     if hasattr(part, "ahead"):
-        parted = (kernel, product) == ("tiny", "down")
-        sizes = {n: values for n, values in STREAM_SIZES.items() if n != "C" or parted}
+        one = kernel == "tiny"
+        of = {"C": one and product == "down", "rounds": one, "registers": one}
+        sizes = {n: values for n, values in STREAM_SIZES.items() if of.get(n, True)}
     for name, values in sizes.items():
         now = getattr(part, name)
         below, above = [v for v in values if v < now], [v for v in values if v > now]

@@ -85,7 +85,12 @@ def test_one_size_of_one_product_changes() -> None:
     assert replace(streams, up=Stream(S=4, C=4, ahead=3)) in changed
     assert all(tried.down == streams.down and tried != streams for tried in changed)
     assert all(tried.up.C == 4 for tried in changed)  # the first product does not read it
-    assert replace(streams, down=Stream(S=8, C=2)) in list(tiles.around("tiny", "down", streams))
+    changed = list(tiles.around("tiny", "down", streams))
+    assert replace(streams, down=Stream(S=8, C=2)) in changed
+    assert replace(streams, down=Stream(S=8, rounds=True)) in changed
+    assert replace(streams, down=Stream(S=8, registers=128)) in changed
+    # Few tokens are not rounded where they are loaded.
+    assert not any(tried.down.rounds for tried in tiles.around("rows", "down", streams))
 
 
 def test_a_format_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
 
-from moe_ops.kernels.triton import activation
+from moe_ops.kernels.triton import activation, quantize
 from moe_ops.kernels.triton import launch as launches
 from moe_ops.kernels.triton.decode import coded, linears, quantized_stream_gluon
 from moe_ops.kernels.triton.experts.formats import (
     codes,
     eight_bits_gluon,
+    float8,
     four_bits,
     halves,
     scales,
     six_bits,
 )
+from moe_ops.kernels.triton.experts.operands import rounded_gluon
 from moe_ops.kernels.triton.experts.products import (
     register_stream_adapters,
     register_stream_gluon,
@@ -142,6 +144,20 @@ def pairs_of_bytes(words: Any) -> tuple[Any, Any]:
     return pairs[..., 0], pairs[..., 1]
 
 
+def from_lane(words: Any, lane: Any) -> Any:
+    """As `register_stream_steps.from_lane`, which is PTX."""
+    return words.flatten(1).gather(1, lane.flatten(1).long()).view(words.shape)
+
+
+def magnitude(x: Any) -> Any:
+    """As `quantize.magnitude`."""
+    return value(x).view(torch.int32) & 0x7FFFFFFF
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    return (a.double() * value(b).double() + value(c).double()).float()
+
+
 def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     return lambda a, b, **_: f(value(a), value(b))
 
@@ -150,6 +166,8 @@ PROGRAM = [0]
 LANGUAGE = SimpleNamespace(
     **{n: getattr(torch, n) for n in ("int16", "int32", "int64", "float16", "float32", "bfloat16")},
     **{n: getattr(gluon_language, n) for n in dir(gluon_language) if n.endswith("Layout")},
+    int8=torch.int8,
+    float8e4nv=torch.float8_e4m3fn,
     constexpr=int,
     program_id=lambda axis: value(0 if axis else PROGRAM[0]),
     num_warps=lambda: 1,
@@ -158,6 +176,7 @@ LANGUAGE = SimpleNamespace(
     arange=lambda begin, end, *_: value(torch.arange(begin, end, dtype=torch.int32)),
     zeros=lambda shape, dtype, *_: value(torch.zeros(shape, dtype=dtype)),
     zeros_like=torch.zeros_like,
+    full_like=torch.full_like,
     convert_layout=lambda t, *_, **__: t,
     join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1),
     cdiv=lambda a, b: -(-a // b),
@@ -172,6 +191,8 @@ LANGUAGE = SimpleNamespace(
     exp=torch.exp,
     erf=torch.erf,
     abs=torch.abs,
+    fma=fma,
+    div_rn=torch.div,
     PropagateNan=SimpleNamespace(ALL=None),  # torch's minimum and maximum do so
     extra=SimpleNamespace(
         cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
@@ -197,10 +218,13 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
     products = (register_stream_steps, register_stream_adapters, *STREAMS)
-    modules = (activation, launches, sort, coded, linears, *DECODERS, *products)
+    made = (rounded_gluon, *DECODERS)
+    modules = (activation, launches, sort, coded, linears, *made, *products)
     names = functions_of(
-        modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP
-    )
+        modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP,
+        SMALLEST_SCALE=float8.SMALLEST_SCALE.value, TO_INTEGER=quantize.TO_INTEGER.value,
+    )  # fmt: skip
+    names |= {"most_of": quantize.most_of.fn, "magnitude": magnitude, "from_lane": from_lane}
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
     names["mma_v2"] = lambda a, b, acc: a.float() @ b.float() + acc
     return names

@@ -55,6 +55,7 @@ from moe_ops.kernels.triton.decode import (
     rope_attention,
 )
 from moe_ops.kernels.triton.experts.operands import (
+    beside_sort,
     dequantized_weights,
     fake_quantized,
     group_scales,
@@ -181,11 +182,11 @@ def compile_launches(
     with ExitStack() as patched:
         patched.enter_context(patch.object(JITFunction, "run", run))
         for module in (
-            *WITH_TRAINING, combine, dequantized_weights, fake_quantized, group_scales, latents,
-            linears, norm, one_query, permuted, push, push_sum, quantized_linears, quantized_row,
-            quantized_stream, register_stream, rope,
-            rope_attention, routing, row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels,
-            quantize_blocks, static_factors,
+            *WITH_TRAINING, beside_sort, combine, dequantized_weights, fake_quantized, group_scales,
+            latents, linears, norm, one_query, permuted, push, push_sum, quantized_linears,
+            quantized_row, quantized_stream, register_stream, rope, rope_attention, routing,
+            row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks,
+            static_factors,
         ):  # fmt: skip
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))
         for module in (

@@ -31,6 +31,7 @@ TRAINING = {
     "wgrad_kernel", "activate_backward_kernel", "fill_kernel", "activate_rows_kernel",
     "invert_kernel", "bias_dots_kernel",
 }  # fmt: skip
+BESIDE = "sort_beside_tokens_kernel"  # with codes
 KERNELS = {
     "one_of_each": FLOATS | LATENTS | TRAINING,
     "floats": FLOATS,
@@ -46,15 +47,15 @@ KERNELS = {
     },
     "training": TRAINING,
     "adapters": EXPERTS | ADAPTERS | {"_grouped"},
-    "codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
+    "codes": EXPERTS | {"arrange_kernel", "decode_kernel", BESIDE},
     "by_row": EXPERTS | {
         "quantize_rows_kernel", "largest_kernel", "largest_of_pairs_kernel", "quantize_kernel",
         "quantize_blocks_kernel", "static_factors_kernel", "copy_to_rows_kernel",
-        "decode_tokens_kernel",
+        "decode_tokens_kernel", BESIDE,
     },
-    "more_codes": EXPERTS | {"arrange_kernel", "decode_kernel"},
+    "more_codes": EXPERTS | {"arrange_kernel", "decode_kernel", BESIDE},
     "other_codes": EXPERTS | {
-        "arrange_kernel", "decode_kernel", "largest_kernel", "emulate_kernel",
+        "arrange_kernel", "decode_kernel", "largest_kernel", "emulate_kernel", BESIDE,
     },
 }  # fmt: skip
 QUANTIZE = {
@@ -106,7 +107,8 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     # Scales are the definition's to the bit; Triton's `/` is `div.full`, which is off by two.
     quantizes = [v["divides"] for v in variants if v["kernel"] in QUANTIZE]
     emulates = [v["divides"] for v in variants if v["kernel"] == "emulate_kernel"]
+    beside = [v["divides"] for v in variants if v["kernel"] == BESIDE]
     assert all(divides == ["rn"] for divides in quantizes)
-    assert all(divides in (["rn"], []) for divides in emulates)  # none by powers of two
+    assert all(divides in (["rn"], []) for divides in emulates + beside)  # none by powers of two
     assert bool(emulates) == (part == "other_codes")
     assert bool(quantizes) == (part == "by_row" or (part == "codes" and capability >= 89))

@@ -64,6 +64,8 @@ class Call:
     weights: Tensor | None
     dtype: torch.dtype  # of results
     tiles: Any  # the sizes of launches, None for products that have one
+    rounds_x: bool = False  # whether the products make codes of x, and of h, as they load them
+    rounds_h: bool = False
     order: tuple[Tensor, ...] = ()  # if pairs are sorted, the pair in each row, ends of experts
     inverse_R: Tensor | None = None  # and the row of each pair
     table: Tensor | None = None  # of experts in use, which `tiny_up` writes

@@ -2,8 +2,9 @@
 
     x     rounded to the format of inputs, if that is emulated
     sort  pairs of token and choice in the order of experts, and a table of tiles where one is read
+    x     codes, or another order of columns: `operands/operand.py`; of few tokens beside the sort,
+          rounded or not: `operands/beside_sort.py`
     u     of adapters, `narrow` of x: `adapters.py`
-    x     codes, or another order of columns: `operands/operand.py`
     up    the first product, and the activation: h
     u     of h
     h     as x before
@@ -33,6 +34,7 @@ from moe_ops.kernels.triton.experts.adapters import (
 from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.formats.codes import floats_of, with_float8
 from moe_ops.kernels.triton.experts.operands import operand
+from moe_ops.kernels.triton.experts.operands.beside_sort import made_beside, sort_beside_tokens
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
@@ -44,7 +46,8 @@ from moe_ops.kernels.triton.launch import on_its_device
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Products:
     """The two launches of a path and how they read tokens; whether pairs are sorted; the rows of a
-    tile of the table that they read, if they do; and whether weights of codes are decoded first."""
+    tile of the table that they read, if they do; whether weights of codes are decoded first; and
+    whether they make codes of x and of h themselves."""
 
     up: Callable[[Call], None]
     down: Callable[[Call], None]
@@ -52,6 +55,7 @@ class Products:
     sorts: bool = True
     tile_rows: Callable[[Call, Tensor], int] | None = None
     decodes: bool = False
+    rounds: Callable[[Call], tuple[bool, bool]] = lambda c: (False, False)
 
     @property
     def run(self) -> Callable[..., Tensor]:
@@ -77,17 +81,8 @@ def run(
         expert_map=expert_map, residual_TD=residual_TD, weights=weights_TK if early else None,
         dtype=floats_of(x_TD, codes), tiles=tiles,
     )  # fmt: skip
-    x_TD = operand.rounded_tokens(x_TD, codes)
-    if products.decodes and codes is not None:
-        c.layer = decoded(layer, c.dtype)
-    if products.sorts:
-        rows_R, c.inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-        c.order = (rows_R, ends_E)
-    else:
-        _check_few(T, K)
-    if products.tile_rows is not None:
-        c.tile_map = tile_map(ends_E, T * K, products.tile_rows(c, x_TD))
-    c.x = operand.tokens_operand(c, x_TD)
+    c.rounds_x, c.rounds_h = products.rounds(c)
+    x_TD = _order(products, c, x_TD, adapted=adapters is not None)
     c.h = operand.room_for_hidden(c)
     # Right before the product that adds it: some begin ahead of its end.
     if adapters is not None:
@@ -102,6 +97,28 @@ def run(
     if c.inverse_R is None:
         return c.out
     return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
+
+
+def _order(products: Products, c: Call, x_TD: Tensor, *, adapted: bool) -> Tensor:
+    """Sort pairs, if they are, and make tokens what the first product reads; what adapters read."""
+    (T, K), E, codes, made = c.ids_TK.shape, c.sizes[0], c.codes, None
+    if products.sorts and not c.reads.gathered:
+        made = made_beside(c, x_TD, adapted=adapted)
+    if made is None:
+        x_TD = operand.rounded_tokens(x_TD, codes)
+    if products.decodes and codes is not None:
+        c.layer = decoded(c.layer, c.dtype)
+    if products.sorts:
+        routed = c.ids_TK, E, c.expert_map
+        order = sort_pairs(*routed) if made is None else sort_beside_tokens(*routed, x_TD, made)
+        rows_R, c.inverse_R, ends_E = order
+        c.order = (rows_R, ends_E)
+    else:
+        _check_few(T, K)
+    if products.tile_rows is not None:
+        c.tile_map = tile_map(ends_E, T * K, products.tile_rows(c, x_TD))
+    c.x = operand.tokens_operand(c, x_TD) if made is None else operand.ready_tokens(c, made)
+    return made.values if made is not None and made.how == "emulated" else x_TD
 
 
 def _added(c: Call, x: Tensor, adapters: Adapters, pair: Pair, *, of_tokens: bool) -> Added:

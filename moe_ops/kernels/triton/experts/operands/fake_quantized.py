@@ -69,21 +69,21 @@ def scales_of_groups(x_GC, common, LARGEST: tl.constexpr, TOP: tl.constexpr, SCA
 
 
 @triton.jit
-def emulate_kernel(
-    x_ptr, largest_ptr, static_ptr, out_ptr, stride_x,
+def emulate_groups(
+    x_ptr, largest_ptr, static_ptr, out_ptr, stride_x, row, block,
     D: tl.constexpr, OUT: tl.constexpr, LOWEST: tl.constexpr, MANTISSA: tl.constexpr,
     LARGEST: tl.constexpr, TOP: tl.constexpr, HAS_NAN: tl.constexpr, SCALE: tl.constexpr,
-    GROUP: tl.constexpr, ARRANGED: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, ARRANGED: tl.constexpr, IN_PLACE: tl.constexpr, BG: tl.constexpr,
+    BP: tl.constexpr,
 ):  # fmt: skip
-    """One program: BG groups of columns of a row, which are arranged for codes of ARRANGED bits if
-    that is not 0. largest: of each row, or BP of all rows."""
-    take_turn(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1) * BG + tl.arange(0, BG)
+    """A block of BG groups of columns of a row, which are arranged for codes of ARRANGED bits if
+    that is not 0; IN_PLACE: and were so before. largest: of each row, or BP of all rows."""
+    row = row.to(tl.int64)
+    g = block * BG + tl.arange(0, BG)
     d_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     place_GC = place_of(d_GC, ARRANGED) if ARRANGED > 0 else d_GC
-    x_GC = tl.load(x_ptr + row * stride_x + place_GC, mask=d_GC < D, other=0.0).to(tl.float32)
+    x_at = x_ptr + row * stride_x + (place_GC if IN_PLACE else d_GC)
+    x_GC = tl.load(x_at, mask=d_GC < D, other=0.0).to(tl.float32)
     if static_ptr is not None:
         common = tl.load(static_ptr)
     elif SCALE == "row":
@@ -116,6 +116,32 @@ def emulate_kernel(
     tl.store(at_GC, value_GC.to(out_ptr.dtype.element_ty), mask=d_GC < OUT)
 
 
+@triton.jit
+def emulate_kernel(
+    x_ptr, largest_ptr, static_ptr, out_ptr, stride_x,
+    D: tl.constexpr, OUT: tl.constexpr, LOWEST: tl.constexpr, MANTISSA: tl.constexpr,
+    LARGEST: tl.constexpr, TOP: tl.constexpr, HAS_NAN: tl.constexpr, SCALE: tl.constexpr,
+    GROUP: tl.constexpr, ARRANGED: tl.constexpr, BG: tl.constexpr, BP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a block of a row, as `emulate_groups` has it, in place."""
+    take_turn(PDL)
+    emulate_groups(
+        x_ptr, largest_ptr, static_ptr, out_ptr, stride_x, tl.program_id(0), tl.program_id(1),
+        D, OUT, LOWEST, MANTISSA, LARGEST, TOP, HAS_NAN, SCALE, GROUP, ARRANGED, True, BG, BP,
+    )  # fmt: skip
+
+
+def groups_at_once(columns: int, group: int) -> int:
+    """How many groups of a row a program rounds."""
+    return max(1, min(COLUMNS, triton.next_power_of_2(columns)) // group)
+
+
+def needs_largest(inputs: Inputs, static: Tensor | None) -> bool:
+    """Whether the largest of a row, or of all of them, is looked for first."""
+    return static is None and inputs.scale in ("row", "float8_e4m3fn", "tensor")
+
+
 def emulate(
     x_RD: Tensor, columns: int, inputs: Inputs, static: Tensor | None,
     ends_E: Tensor | None = None, arranged: int = 0,
@@ -128,11 +154,10 @@ def emulate(
     R, width = x_RD.shape
     out = x_RD if arranged else x_RD.new_empty(R, columns)
     bits = None
-    if static is None and inputs.scale in ("row", "float8_e4m3fn"):
-        bits = quantize.largest_of_rows(x_RD)
-    elif static is None and inputs.scale == "tensor":
-        bits = quantize.largest(x_RD, ends_E, PROGRAMS)
-    BG = max(1, min(COLUMNS, triton.next_power_of_2(width)) // inputs.group)
+    if needs_largest(inputs, static):
+        whole = inputs.scale == "tensor"
+        bits = quantize.largest(x_RD, ends_E, PROGRAMS) if whole else quantize.largest_of_rows(x_RD)
+    BG = groups_at_once(width, inputs.group)
     OUT = out.shape[1]
     launch(
         emulate_kernel, (R, triton.cdiv(OUT, BG * inputs.group)),

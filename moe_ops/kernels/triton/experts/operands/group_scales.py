@@ -22,20 +22,36 @@ def to_float8(x):
 
 
 @triton.jit
-def quantize_tokens_kernel(
-    x_ptr, out_ptr, scale_ptr, stride_x,
-    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+def quantize_groups(
+    x_ptr, out_ptr, scale_ptr, stride_x, t, block,
+    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One program: BG groups of columns of a token."""
+    """A block of BG groups of columns of token t."""
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
-    take_turn(PDL)
-    t = tl.program_id(0).to(tl.int64)
-    g = tl.program_id(1) * BG + tl.arange(0, BG)
+    t = t.to(tl.int64)
+    g = block * BG + tl.arange(0, BG)
     at_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x_GC = tl.load(x_ptr + t * stride_x + at_GC, mask=at_GC < D, other=0.0)
     codes_GC, scale_G = to_float8(x_GC)
     tl.store(out_ptr + t * D + at_GC, codes_GC, mask=at_GC < D)
     tl.store(scale_ptr + t * GROUPS + g, scale_G, mask=g < GROUPS)
+
+
+@triton.jit
+def quantize_tokens_kernel(
+    x_ptr, out_ptr, scale_ptr, stride_x,
+    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BG groups of columns of a token."""
+    take_turn(PDL)
+    quantize_groups(
+        x_ptr, out_ptr, scale_ptr, stride_x, tl.program_id(0), tl.program_id(1), D, BG, GROUP
+    )
+
+
+def groups_at_once(columns: int, group: int) -> int:
+    """How many groups of a token a program quantises."""
+    return min(8, triton.next_power_of_2(triton.cdiv(columns, group)))
 
 
 def quantize_tokens(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
@@ -45,7 +61,7 @@ def quantize_tokens(x_TD: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     groups = triton.cdiv(D, group)
     codes_TD = x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
     scale_TG = x_TD.new_empty(T, groups, dtype=torch.float32)
-    BG = min(8, triton.next_power_of_2(groups))
+    BG = groups_at_once(D, group)
     launch(
         quantize_tokens_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG,
         x_TD.stride(0), D=D, BG=BG, GROUP=group, num_warps=4, **pdl_options(x_TD),

@@ -6,7 +6,8 @@
     inputs of other formats  emulated: rounded to their values, as `fake_quantized.py` says; but of
                              float8 some paths multiply codes
 
-Tokens may come as codes already. Of h some first products store codes at once.
+Tokens may come as codes already. Of h some first products store codes at once, and some products
+make codes of one token as they load it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from moe_ops.kernels.triton.experts.call import Call, Operand
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.operands import row_scales
+from moe_ops.kernels.triton.experts.operands.beside_sort import Made
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
 from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
@@ -42,6 +44,8 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     if codes is None:
         return Operand(x_TD, None, choices)
     given_TG = codes.x_scale_TG
+    if c.rounds_x:
+        return Operand(x_TD, None, choices)
     if codes.by_row:
         routed = c.ids_TK, c.expert_map, inverse_R
         x_TD, scale = row_scales.quantize_x(x_TD, codes, *routed, arranged=c.reads.float8)
@@ -57,6 +61,11 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     elif c.arranges:
         x_TD = arrange(x_TD, codes.weight, inverse_R, 1 if inverse_R is None else K)
     return Operand(_as_read(c, x_TD, scale), scale, choices)
+
+
+def ready_tokens(c: Call, made: Made) -> Operand:
+    """Tokens that were made in another launch, for the first product."""
+    return Operand(_as_read(c, made.values, made.scale), made.scale, c.ids_TK.shape[1])
 
 
 def room_for_hidden(c: Call) -> Operand:
@@ -81,7 +90,7 @@ def room_for_hidden(c: Call) -> Operand:
 def hidden_operand(c: Call) -> Operand:
     """h for the second product, unless the first one stored codes."""
     values, codes, scale = c.h.values, c.codes, None
-    if codes is None or c.h.scale is not None:
+    if codes is None or c.h.scale is not None or c.rounds_h:
         return c.h
     rows_R, ends_E = c.order or (None, None)
     if codes.by_row and ends_E is not None:

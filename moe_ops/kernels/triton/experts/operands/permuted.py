@@ -17,6 +17,19 @@ from moe_ops.kernels.triton.replay import launch
 
 
 @triton.jit
+def arrange_block(
+    x_ptr, out_ptr, stride_x, t, block,
+    D: tl.constexpr, OUT: tl.constexpr, BITS: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """A block of BD places of token t."""
+    t = t.to(tl.int64)
+    place = block * BD + tl.arange(0, BD)
+    column = column_at(place, BITS)  # reads scatter within a token, which stays in the L1 cache
+    x = tl.load(x_ptr + t * stride_x + column, mask=column < D, other=0.0)
+    tl.store(out_ptr + t * OUT + place, x, mask=place < OUT)
+
+
+@triton.jit
 def arrange_kernel(
     x_ptr, inverse_ptr, out_ptr, stride_x,
     K: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, BITS: tl.constexpr, BD: tl.constexpr,
@@ -24,16 +37,22 @@ def arrange_kernel(
 ):  # fmt: skip
     """One program: BD places of a token, in its row or in each of its K rows."""
     take_turn(PDL)
-    t = tl.program_id(0).to(tl.int64)
-    place = tl.program_id(1) * BD + tl.arange(0, BD)
-    column = column_at(place, BITS)  # reads scatter within a token, which stays in the L1 cache
-    x = tl.load(x_ptr + t * stride_x + column, mask=column < D, other=0.0)
     if inverse_ptr is None:
-        tl.store(out_ptr + t * OUT + place, x, mask=place < OUT)
+        t, block = tl.program_id(0), tl.program_id(1)
+        arrange_block(x_ptr, out_ptr, stride_x, t, block, D, OUT, BITS, BD)
     else:
+        t = tl.program_id(0).to(tl.int64)
+        place = tl.program_id(1) * BD + tl.arange(0, BD)
+        column = column_at(place, BITS)
+        x = tl.load(x_ptr + t * stride_x + column, mask=column < D, other=0.0)
         for k in range(K):
             row = tl.load(inverse_ptr + t * K + k).to(tl.int64)
             tl.store(out_ptr + row * OUT + place, x, mask=place < tl.where(row >= 0, OUT, 0))
+
+
+def places_at_once(places: int) -> int:
+    """How many places of a token a program fills."""
+    return min(1024, triton.next_power_of_2(places))
 
 
 def arrange(
@@ -43,7 +62,7 @@ def arrange(
     pairs (`sort_pairs`) one in each row. Rows of no pair stay unwritten."""
     T, D = x_TD.shape
     out = x_TD.new_empty(T if inverse_R is None else inverse_R.numel(), arranged(D, weight))
-    BD = min(1024, triton.next_power_of_2(out.shape[1]))
+    BD = places_at_once(out.shape[1])
     launch(
         arrange_kernel, (T, triton.cdiv(D, BD)), x_TD, inverse_R, out, x_TD.stride(0),
         K=top_k, D=D, OUT=out.shape[1], BITS=weight.bits, BD=BD, num_warps=4, **pdl_options(x_TD),

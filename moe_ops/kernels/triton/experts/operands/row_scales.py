@@ -34,6 +34,23 @@ from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 
+@triton.jit
+def quantize_row(
+    x_ptr, static_ptr, codes_ptr, scale_ptr, stride_x, t, D: tl.constexpr, BD: tl.constexpr
+):
+    """All columns of token t, by its own scale or a given one for all tokens."""
+    INT8: tl.constexpr = codes_ptr.dtype.element_ty == tl.int8
+    d = tl.arange(0, BD)[None, :]
+    x = tl.load(x_ptr + t.to(tl.int64) * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
+    if static_ptr is not None:
+        scale = tl.load(static_ptr) + tl.zeros((1,), tl.float32)
+    else:
+        scale = quantize.scale_of_largest(tl.max(quantize.magnitude(x), 1), quantize.most_of(INT8))
+    at = codes_ptr + t.to(tl.int64) * D + d
+    tl.store(at, quantize.codes_of(x, scale, INT8), mask=d < D)
+    tl.store(scale_ptr + t + tl.arange(0, 1), scale)
+
+
 # One compiled kernel serves every number of rows.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def quantize_rows_kernel(

@@ -31,8 +31,9 @@ class Sizes(Constant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, and how many
-    steps ahead codes are loaded."""
+    """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, how many steps
+    ahead codes are loaded; whether one token is rounded to codes of 8 bits where it is loaded; and
+    the most registers of a thread, 0 for as many as it takes."""
 
     S: int = 1
     MW: int = 1
@@ -40,10 +41,18 @@ class Stream:
     NT: int = 1
     C: int = 1
     ahead: int = 2
+    rounds: bool = False
+    registers: int = 0
 
     @property
     def warps(self) -> int:
         return self.S * self.MW
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Those of Triton."""
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, **most}
 
     @property
     def sizes(self) -> Sizes:
@@ -80,7 +89,7 @@ def _up(c: Call) -> None:
         strides(layer.stack13)[3], *c.added13.arguments,
         E=E, D=D, I=I, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         DTYPE=_multiplied_as(c), **c.added13.constants, P=stream.ahead, SIZES=stream.sizes,
-        num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
+        **stream.options, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 
@@ -99,7 +108,7 @@ def _down(c: Call) -> None:
         strides(layer.stack2)[3], *c.added2.arguments,
         E=E, D=D, I=I, W=layer.weight, DTYPE=_multiplied_as(c), **c.added2.constants,
         P=stream.ahead, SIZES=stream.sizes,
-        num_warps=stream.warps, **more, **pdl_options(c.ids_TK),
+        **stream.options, **more, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 
@@ -111,10 +120,23 @@ def _words(stack: Stack, layer: Experts) -> tuple[Tensor | None, ...]:
 
 def _multiplied_as(c: Call) -> tl.dtype:
     """Codes of 8 bits are multiplied as float16, which holds them exactly."""
-    return DTYPES[c.dtype] if c.x.scale is None else tl.float16
+    codes = c.layer.codes
+    assert codes is not None
+    return tl.float16 if codes.quantizes else DTYPES[c.dtype]
+
+
+def _rounds(c: Call) -> tuple[bool, bool]:
+    """Whether the products of one token make codes of x and of h: where tiles say so. Not by scales
+    that are given, or that are found over all choices."""
+    codes = c.codes
+    if codes is None or not codes.quantizes or codes.scaled == "tensor":
+        return False, False
+    if codes.x_scale is not None or codes.h_scale is not None:
+        return False, False
+    return c.tiles.up.rounds and codes.x_scale_TG is None, c.tiles.down.rounds
 
 
 READS = Reads(in_words=True, weighs=True)
 # Of one token; and of a few for each expert, of which every weight is read once for several rows.
-run_one = Products(up=_up, down=_down, reads=READS, sorts=False).run
+run_one = Products(up=_up, down=_down, reads=READS, sorts=False, rounds=_rounds).run
 run = Products(up=_up, down=_down, reads=READS).run

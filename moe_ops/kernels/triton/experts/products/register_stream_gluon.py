@@ -31,11 +31,13 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
     along,
+    of_one,
     one_a_step,
     part_groups,
     scales_layout,
     steps_of,
     token_groups,
+    token_layout,
     tokens_layout,
     unit_layout,
     words_layout,
@@ -59,7 +61,7 @@ def product_of(
     mma: gl.constexpr = unit_layout(SIZES)
     S: gl.constexpr = words.shape[0]
     M: gl.constexpr = words.shape[1]
-    N: gl.constexpr = tokens[0].shape[1]
+    N: gl.constexpr = 8 * SIZES.NT
     part_S = gl.arange(0, S, along(words, 0)) % C * (steps_of(COLUMNS, C) * COLUMNS_OF_STEP)
     here_S = e_S >= 0
     if SOME:
@@ -82,11 +84,16 @@ def product_of(
         end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
     acc = gl.zeros([S, M, N], gl.float32, mma)
     weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
-    acc = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
+    acc, row_scale = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
     if by_row(W):
         KIND: gl.constexpr = W.kind
         scale = finite(scale_of(gl.load(w_scale_ptr + at, mask=at < end, other=0), KIND))
-        t = gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0)
+        if tokens[0].dtype.element_ty != gl.int32:
+            t = of_one(row_scale, gl.SliceLayout(1, mma))
+            if tokens[1] is not None:
+                t *= gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0).to(gl.float32)
+        else:
+            t = gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0)
         acc *= scale[:, :, None] * t[:, None, :]
     return acc
 
@@ -152,12 +159,16 @@ def summed(acc, W: gl.constexpr, DTYPE: gl.constexpr):
 
 @gluon.jit
 def token_vectors(SIZES: gl.constexpr, W: gl.constexpr, EACH: gl.constexpr):
-    """(shares, tokens) as `load_tokens` has them, and as sums do."""
-    tokens: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
+    """(shares, tokens) as `load_tokens` has them, and as sums do. One token that is rounded comes
+    once, and not for each column of a tile."""
+    if W.inputs_8 and EACH == 1:
+        tokens: gl.constexpr = token_layout(SIZES)
+    else:
+        tokens: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     sums: gl.constexpr = gl.SliceLayout(1, unit_layout(SIZES))
     return (
         gl.arange(0, SIZES.S, along(tokens, 0)),
-        gl.arange(0, 8 * SIZES.NT, along(tokens, 1)),
+        gl.arange(0, tokens.shape[1], along(tokens, 1)),
         gl.arange(0, SIZES.S, gl.SliceLayout(1, sums)),
         gl.arange(0, 8 * SIZES.NT, gl.SliceLayout(0, sums)),
     )
@@ -203,6 +214,8 @@ def one_up(
     # The one token for all columns of a tile, of which the first counts.
     x_SN = x_ptr + (s * (L * COLUMNS_OF_STEP // EACH))[:, None] + 0 * n[None, :]
     tokens = (x_SN, x_scale_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
+    if by_row(W) and EACH == 1:
+        tokens = (x_SN, None, tokens[2], (x_ptr, 0 * s))
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False,
@@ -254,6 +267,9 @@ def one_down(
         t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * part_groups(I, C, W), -1)
         h_SN = h_ptr + h_S[:, None] + 0 * n[None, :]
         tokens = (h_SN, h_scale_ptr, t_S[:, None] + 0 * n_t[None, :])
+        if by_row(W) and EACH == 1:  # weights multiply the scales of choices
+            weight_at = gl.where(here_S, first + s_t // C, -1)[:, None]
+            tokens = (h_SN, weights_ptr, weight_at, (h_ptr, (first + s // C) * I))
         part = product_of(
             w_ptr, w_scale_ptr, w_zero_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W,
             DTYPE, P, SIZES, True, PDL and narrow_ptr is None and round == 0,

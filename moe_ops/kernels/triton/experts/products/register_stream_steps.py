@@ -32,7 +32,13 @@ from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, pairs_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of, scale_pairs
 from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
+from moe_ops.kernels.triton.experts.operands.rounded_gluon import (
+    factors_of,
+    rounded_words,
+    words_by,
+)
 from moe_ops.kernels.triton.launch import take_turn
+from moe_ops.kernels.triton.quantize import magnitude
 
 COLUMNS_OF_STEP = gl.constexpr(STEP)
 
@@ -92,6 +98,25 @@ def tokens_layout(SIZES, BITS, EACH):
     lanes = [*doublings(4, 2, run // EACH), *doublings(8, 1)]
     shape = [SIZES.S, 8 * SIZES.NT, STEP // EACH]
     return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, False), [], shape)
+
+
+@gluon.constexpr_function
+def token_layout(SIZES):
+    """The layout of one token that is rounded to codes of 8 bits, [S, 1, step]: a thread has four
+    columns."""
+    registers, lanes = doublings(4, 2), doublings(32, 2, 4)
+    return gl.DistributedLinearLayout(
+        registers, lanes, warps_of(SIZES, False), [], [SIZES.S, 1, STEP]
+    )
+
+
+@gluon.constexpr_function
+def row_layout(SIZES):
+    """The layout of 1024 columns of one token, [S, 1, columns]."""
+    registers, lanes = [*doublings(8, 2), *doublings(4, 2, 256)], doublings(32, 2, 8)
+    return gl.DistributedLinearLayout(
+        registers, lanes, warps_of(SIZES, False), [], [SIZES.S, 1, 1024]
+    )
 
 
 @gluon.constexpr_function
@@ -199,6 +224,56 @@ def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def to_all_columns(words, SIZES: gl.constexpr):
+    """[S, N, 32] in `tokens_layout` of words [S, 1, 32] of one token, of which a thread has one."""
+    S: gl.constexpr = words.shape[0]
+    words = words.reshape([S, 8, 4])
+    first = 4 * gl.arange(0, 4, along(words.type.layout, 2))[None, None, :] + 0 * words
+    left = gl.join(
+        gl.join(from_lane(words, first), from_lane(words, first + 2)),
+        gl.join(from_lane(words, first + 1), from_lane(words, first + 3)),
+    )
+    right = gl.join(
+        gl.join(from_lane(words, first + 16), from_lane(words, first + 18)),
+        gl.join(from_lane(words, first + 17), from_lane(words, first + 19)),
+    )
+    words = gl.join(left, right).permute([0, 1, 5, 2, 3, 4]).reshape([S, 8, 32])
+    for i in gl.static_range(SIZES.NT.bit_length() - 1):
+        N: gl.constexpr = 16 * 2**i
+        words = gl.join(words, words).permute([0, 3, 1, 2]).reshape([S, N, 32])
+    return gl.convert_layout(words, tokens_layout(SIZES, 8, 4), assert_trivial=True)
+
+
+@gluon.jit
+def from_lane(words, lane):
+    """The words of other threads of a warp."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r", [words, lane],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def codes_of_step(x, t, factors, W: gl.constexpr, SIZES: gl.constexpr):
+    """(words of the codes of one token of a step, for all columns of a tile; their scales, of rows
+    anything), as `load_tokens` gives those of codes."""
+    if by_row(W):
+        _, inverse, rest = factors
+        words = words_by(x, inverse[:, :, None], rest[:, :, None], W.element == "int8")
+    else:
+        words, scale = rounded_words(x)
+        t = of_one(scale, gl.SliceLayout(1, unit_layout(SIZES)))
+    return to_all_columns(words, SIZES), t
+
+
+@gluon.jit
+def of_one(t, layout: gl.constexpr):
+    """Values [S, 1] of one token in another layout."""
+    S: gl.constexpr = t.shape[0]
+    return gl.convert_layout(t.reshape([S]), gl.SliceLayout(1, layout))[:, None]
+
+
+@gluon.jit
 def masked(
     here_S, step, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr, layout: gl.constexpr,
     SOME: gl.constexpr,
@@ -286,9 +361,12 @@ def load_tokens(
     SIZES: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
     """(tokens, their scales) of a step; anything for scales that there are none of."""
-    x_SN, x_scale_ptr, t_at = tokens
+    x_SN, x_scale_ptr, t_at = tokens[0], tokens[1], tokens[2]
     EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
-    layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
+    if W.inputs_8 and EACH == 1:
+        layout: gl.constexpr = token_layout(SIZES)
+    else:
+        layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     x = load_step(x_SN, here_S, step, COLUMNS, C, W, layout, SOME, "")
     t = t_at
     if x_scale_ptr is not None and not by_row(W):
@@ -306,8 +384,9 @@ def add_product(
     DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
     WAIT: gl.constexpr,
 ):  # fmt: skip
-    """acc and the products of all steps of a part. Codes are loaded P steps ahead; those of the
-    first steps before this waits for the launch before it, if it does."""
+    """(acc and the products of all steps of a part; the scale of a token that is rounded by rows).
+    Codes are loaded P steps ahead; those of the first steps before this waits for the launch before
+    it, if it does."""
     L: gl.constexpr = steps_of(COLUMNS, C)
     LOOPED: gl.constexpr = (L - P) // P * P if L > P else 0
     here_S = weights[1]
@@ -316,14 +395,23 @@ def add_product(
         if p < L:
             ring = ring + (load_all(weights, p, COLUMNS, C, W, SIZES, SOME),)  # noqa: RUF005
     take_turn(WAIT)
+    factors = row_factors(tokens, here_S, COLUMNS, W, SIZES)
     x, t = load_tokens(tokens, here_S, 0, COLUMNS, C, W, SIZES, SOME)
+    further = x
+    if rounded_at_load(tokens[0].dtype.element_ty, W):
+        x, t = codes_of_step(x, t, factors, W, SIZES)
+        if L > 1:
+            further, _ = load_tokens(tokens, here_S, 1, COLUMNS, C, W, SIZES, SOME)
     for first in range(0, LOOPED, P):
         for p in gl.static_range(P):
             now, step = (ring[0], x, t), first + p
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring[1:] + (new,)  # noqa: RUF005
-            x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
-            acc = add_step(acc, now, tokens[1] is not None, W, DTYPE, SIZES)
+            x, t, further = next_tokens(
+                further, tokens, here_S, factors, step + 1, gl.minimum(step + 2, L - 1), COLUMNS,
+                C, W, SIZES, SOME,
+            )  # fmt: skip
+            acc = add_step(acc, now, W, DTYPE, SIZES)
     for step in gl.static_range(LOOPED, L):
         now = (ring[0], x, t)
         ring = ring[1:]
@@ -331,16 +419,62 @@ def add_product(
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring + (new,)  # noqa: RUF005
         if step + 1 < L:
-            x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
-        acc = add_step(acc, now, tokens[1] is not None, W, DTYPE, SIZES)
-    return acc
+            x, t, further = next_tokens(
+                further, tokens, here_S, factors, step + 1, step + (2 if step + 2 < L else 1),
+                COLUMNS, C, W, SIZES, SOME,
+            )  # fmt: skip
+        acc = add_step(acc, now, W, DTYPE, SIZES)
+    return acc, factors[0]
+
+
+@gluon.constexpr_function
+def rounded_at_load(element, W):
+    """Whether tokens of these elements are rounded to codes where they are loaded."""
+    return W.inputs_8 and element != gl.int32
 
 
 @gluon.jit
-def add_step(
-    acc, loaded, INPUTS_8: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr
-):
-    """acc and the product of what `load_all` and `load_tokens` gave."""
+def next_tokens(
+    further, tokens, here_S, factors, step, behind, COLUMNS: gl.constexpr, C: gl.constexpr,
+    W: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
+):  # fmt: skip
+    """(tokens of a step, their scales; what is loaded of one that is rounded, of the step behind).
+    It is rounded while the step before is multiplied."""
+    if rounded_at_load(tokens[0].dtype.element_ty, W):
+        ahead, t = load_tokens(tokens, here_S, behind, COLUMNS, C, W, SIZES, SOME)
+        x, t = codes_of_step(further, t, factors, W, SIZES)
+        return x, t, ahead
+    else:
+        x, t = load_tokens(tokens, here_S, step, COLUMNS, C, W, SIZES, SOME)
+        return x, t, further
+
+
+@gluon.jit
+def row_factors(tokens, here_S, COLUMNS: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr):
+    """(scales, their inverses in two halves) [S, 1] of a token that is rounded by rows, whose place
+    is the last of `tokens`; nothing for others."""
+    if not (by_row(W) and rounded_at_load(tokens[0].dtype.element_ty, W)):
+        return (0, 0, 0)
+    else:
+        layout: gl.constexpr = row_layout(SIZES)
+        S: gl.constexpr = layout.shape[0]
+        EACH: gl.constexpr = layout.shape[2]
+        row_ptr, row_S = tokens[3]
+        at = row_ptr + gl.convert_layout(row_S, along(layout, 0))[:, None, None]
+        here = gl.convert_layout(here_S, along(layout, 0))[:, None, None]
+        column = gl.arange(0, EACH, along(layout, 2))[None, None, :]
+        largest = gl.zeros([S, 1, EACH], gl.int32, layout)
+        for first in range(0, COLUMNS, EACH):
+            mask = here & (first + column // 8 * 8 < COLUMNS)
+            x = gl.load(at + first + column, mask=mask, other=0).to(gl.float32)
+            largest = gl.maximum(largest, magnitude(x))
+        largest = gl.convert_layout(gl.max(largest, 2), gl.SliceLayout(2, token_layout(SIZES)))
+        return factors_of(largest.to(gl.float32, bitcast=True), W.element == "int8")
+
+
+@gluon.jit
+def add_step(acc, loaded, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
+    """acc and the product of what `load_all` and `next_tokens` gave."""
     codes, x, t = loaded
     w, s, z = codes
     ELEMENT: gl.constexpr = W.element
@@ -373,7 +507,7 @@ def add_step(
     elif IN_SUM:
         part = mma_v2(a, b, gl.zeros_like(acc))
         factor = finite(scale_of(s, KIND))[:, :, None]
-        if INPUTS_8:
+        if W.inputs_8:
             factor = factor * t[:, None, :]
         acc += part * factor
     else:

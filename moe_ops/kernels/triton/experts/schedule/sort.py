@@ -31,11 +31,20 @@ def sort_kernel(
     ids_ptr, expert_map_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP,
     E: tl.constexpr, BR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for each expert, and one for the pairs of none: each finds where its rows begin
-    by counting the pairs of experts before its own, so that none waits for another.
-    """
-    e = tl.program_id(0)
+    """One program for each expert, and one for the pairs of none."""
     take_turn(PDL)
+    sort_expert(
+        tl.program_id(0), ids_ptr, expert_map_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP, E, BR
+    )
+
+
+@triton.jit
+def sort_expert(
+    e, ids_ptr, expert_map_ptr, rows_ptr, inverse_ptr, ends_ptr, R, N_MAP,
+    E: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """The rows of an expert, or for e = E of the pairs of none: found by counting the pairs of
+    experts before it, so that no program waits for another."""
     pairs = tl.arange(0, BR)
     ids = local_ids(ids_ptr, expert_map_ptr, pairs, pairs < R, E, N_MAP)
     mine = (pairs < R) & (ids == e)
@@ -143,6 +152,11 @@ def unit_of(ends_ptr, unit, blocks, experts_E, E: tl.constexpr, BN: tl.constexpr
     return e, index // tiles, first, tl.minimum(end - first, BN)
 
 
+def pairs_at_once(R: int) -> int:
+    """How many pairs a program reads, where each reads all of them."""
+    return max(16, triton.next_power_of_2(R))
+
+
 def sort_pairs(
     ids_TK: Tensor, num_experts: int, expert_map: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,7 +171,7 @@ def sort_pairs(
     if R <= ONE_LAUNCH:
         launch(
             sort_kernel, (E + 1,), ids_TK, expert_map, rows_R, inverse_R, ends_E, R, n_map,
-            E=E, BR=max(16, triton.next_power_of_2(R)), num_warps=4, **options,
+            E=E, BR=pairs_at_once(R), num_warps=4, **options,
         )  # fmt: skip
         return rows_R, inverse_R, ends_E
     chunks = triton.cdiv(R, CHUNK)
