@@ -115,6 +115,23 @@ def store(pointer: Pointer, what: Any, mask: Any = True) -> None:
     pointer.memory[places] = what.expand(at.shape)[mask]
 
 
+class Shared:
+    """A tensor in shared memory, NaN until something is stored to it."""
+
+    def __init__(self, dtype: torch.dtype, shape: Any, layout: Any) -> None:
+        self.held = value(torch.zeros(list(shape), dtype=dtype))
+        if dtype.is_floating_point:
+            self.held.fill_(float("nan"))
+        self.dtype, self.shape = dtype, self.held.shape
+
+    def store(self, what: Any) -> None:
+        assert what.dtype == self.dtype, f"{what.dtype} into {self.dtype}"
+        self.held.copy_(what)
+
+    def load(self, layout: Any) -> Any:
+        return value(self.held.clone())
+
+
 def where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         a = torch.tensor(a, dtype=torch.int32)
@@ -159,6 +176,8 @@ LANGUAGE = SimpleNamespace(
     zeros=lambda shape, dtype, *_: value(torch.zeros(shape, dtype=dtype)),
     zeros_like=torch.zeros_like,
     convert_layout=lambda t, *_, **__: t,
+    allocate_shared_memory=Shared,
+    broadcast=lambda a, b: tuple(map(value, torch.broadcast_tensors(a, b))),
     join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1),
     cdiv=lambda a, b: -(-a // b),
     load=load,

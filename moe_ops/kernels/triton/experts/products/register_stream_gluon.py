@@ -30,10 +30,14 @@ from moe_ops.kernels.triton.experts.products.register_stream_adapters import (
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
+    add_product_of_one,
     along,
+    first_codes,
     one_a_step,
     part_groups,
     scales_layout,
+    staged_layout,
+    staged_token,
     steps_of,
     token_groups,
     tokens_layout,
@@ -45,21 +49,18 @@ from moe_ops.kernels.triton.launch import take_turn
 
 
 @gluon.jit
-def product_of(
-    w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    C: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
-    SOME: gl.constexpr, WAIT: gl.constexpr,
+def rows_at(
+    w_ptr, e_S, row_M, ROWS: gl.constexpr, COLUMNS: gl.constexpr, C: gl.constexpr,
+    W: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
 ):  # fmt: skip
-    """[S, M, N]: products of rows of the experts of shares with tokens; of SOME shares, those whose
-    expert is not -1."""
+    """(addresses [S, M] of rows of the experts of shares, whether these exist, where scales begin
+    and end); of SOME shares the expert may be -1."""
     BITS: gl.constexpr = W.bits
     GROUP: gl.constexpr = W.across
     WORD: gl.constexpr = 64 if BITS == 6 else 32  # bits of a word as it is loaded
     words: gl.constexpr = words_layout(SIZES, BITS)
     mma: gl.constexpr = unit_layout(SIZES)
     S: gl.constexpr = words.shape[0]
-    M: gl.constexpr = words.shape[1]
-    N: gl.constexpr = tokens[0].shape[1]
     part_S = gl.arange(0, S, along(words, 0)) % C * (steps_of(COLUMNS, C) * COLUMNS_OF_STEP)
     here_S = e_S >= 0
     if SOME:
@@ -80,15 +81,52 @@ def product_of(
         group = gl.arange(0, layout.shape[2], along(layout, 2)) * EACH // GROUP
         at = gl.convert_layout(at, gl.SliceLayout(2, layout))[:, :, None] + group[None, None, :]
         end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
-    acc = gl.zeros([S, M, N], gl.float32, mma)
-    weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
-    acc = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
+    return w_SM, here_S, at, end
+
+
+@gluon.jit
+def no_sums(SIZES: gl.constexpr):
+    """[S, M, N] of zeros."""
+    S: gl.constexpr = SIZES.S
+    M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
+    N: gl.constexpr = 8 * SIZES.NT
+    return gl.zeros([S, M, N], gl.float32, unit_layout(SIZES))
+
+
+@gluon.jit
+def scaled_by_row(acc, weights, tokens, W: gl.constexpr):
+    """acc, times scales of rows where these leave the sum."""
+    _, _, w_scale_ptr, _, at, end = weights
     if by_row(W):
         KIND: gl.constexpr = W.kind
         scale = finite(scale_of(gl.load(w_scale_ptr + at, mask=at < end, other=0), KIND))
         t = gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0)
         acc *= scale[:, :, None] * t[:, None, :]
     return acc
+
+
+@gluon.jit
+def product_of(
+    w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    C: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
+    SOME: gl.constexpr, WAIT: gl.constexpr,
+):  # fmt: skip
+    """[S, M, N]: products of rows of the experts of shares with tokens; of SOME shares, those whose
+    expert is not -1. Codes of the first steps are loaded before this waits for the launch before
+    it, if it does. Addresses of tokens are [S, N], or [S] of one."""
+    w_SM, here_S, at, end = rows_at(w_ptr, e_S, row_M, ROWS, COLUMNS, C, W, SIZES, SOME)
+    weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
+    ring = first_codes(weights, COLUMNS, C, W, P, SIZES, SOME)
+    take_turn(WAIT)
+    acc = no_sums(SIZES)
+    x, x_scale_ptr, t_at = tokens
+    if len(x.shape) == 1:
+        steps = staged_token(x, here_S, COLUMNS, C, W, SIZES, SOME)
+        one = (steps, x_scale_ptr, t_at)
+        acc = add_product_of_one(acc, weights, ring, one, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
+    else:
+        acc = add_product(acc, weights, ring, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
+    return scaled_by_row(acc, weights, tokens, W)
 
 
 @gluon.jit
@@ -199,10 +237,11 @@ def one_up(
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    _, _, s_t, n_t = token_vectors(SIZES, W, EACH)
     # The one token for all columns of a tile, of which the first counts.
-    x_SN = x_ptr + (s * (L * COLUMNS_OF_STEP // EACH))[:, None] + 0 * n[None, :]
-    tokens = (x_SN, x_scale_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
+    s = gl.arange(0, S, along(staged_layout(SIZES, EACH), 0))
+    x_S = x_ptr + s * (L * COLUMNS_OF_STEP // EACH)
+    tokens = (x_S, x_scale_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False,
@@ -238,7 +277,8 @@ def one_down(
     GROUPS: gl.constexpr = token_groups(I, W)
     words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(gl.program_id(0) * M + gl.arange(0, M, along(words, 1)), D - 1)
-    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
+    _, _, s_t, n_t = token_vectors(SIZES, W, EACH)
+    s = gl.arange(0, S, along(staged_layout(SIZES, EACH), 0))
     s_w = gl.arange(0, S, along(words, 0))
     ROUNDS: gl.constexpr = (K * C + S - 1) // S
     N: gl.constexpr = 8 * SIZES.NT
@@ -252,8 +292,7 @@ def one_down(
         # Of experts that are elsewhere h, and so its scale, is what memory held: it may be NaN.
         here_S = gl.convert_layout(e_S < E, s_t.type.layout)
         t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * part_groups(I, C, W), -1)
-        h_SN = h_ptr + h_S[:, None] + 0 * n[None, :]
-        tokens = (h_SN, h_scale_ptr, t_S[:, None] + 0 * n_t[None, :])
+        tokens = (h_ptr + h_S, h_scale_ptr, t_S[:, None] + 0 * n_t[None, :])
         part = product_of(
             w_ptr, w_scale_ptr, w_zero_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W,
             DTYPE, P, SIZES, True, PDL and narrow_ptr is None and round == 0,
