@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gluon_language
 
 from moe_ops.kernels.triton import activation
 from moe_ops.kernels.triton import launch as launches
-from moe_ops.kernels.triton.decode import coded, linears, quantized_stream_gluon
+from moe_ops.kernels.triton.decode import coded, linears, norm, quantized_stream_gluon
 from moe_ops.kernels.triton.experts.formats import (
     codes,
     eight_bits_gluon,
@@ -160,7 +160,12 @@ def pairs_of_bytes(words: Any) -> tuple[Any, Any]:
 
 
 def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    return lambda a, b, **_: f(value(a), value(b))
+    def of_both(a: Any, b: Any, **_: Any) -> Any:
+        if isinstance(b, int):  # has the dtype of the other
+            return f(value(a), torch.tensor(b, dtype=a.dtype))
+        return f(value(a), value(b))
+
+    return of_both
 
 
 PROGRAM = [0]
@@ -189,6 +194,7 @@ LANGUAGE = SimpleNamespace(
     max=lambda t, axis: t.amax(axis),
     cumsum=lambda t, axis: t.cumsum(axis),
     exp=torch.exp,
+    rsqrt=torch.rsqrt,
     erf=torch.erf,
     abs=torch.abs,
     PropagateNan=SimpleNamespace(ALL=None),  # torch's minimum and maximum do so
@@ -216,7 +222,7 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
     products = (register_stream_steps, register_stream_adapters, *STREAMS)
-    modules = (activation, launches, sort, coded, linears, *DECODERS, *products)
+    modules = (activation, launches, sort, coded, linears, norm, *DECODERS, *products)
     names = functions_of(
         modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP
     )
@@ -233,7 +239,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     given = dict(zip(kernel.arg_names, args, strict=False))
     given |= {n: v for n, v in options.items() if n in kernel.arg_names}
     given = {n: pointer(v) if isinstance(v, Tensor) else v for n, v in given.items()}
-    given["DTYPE"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given["DTYPE"])]
+    if "DTYPE" in given:
+        given["DTYPE"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given["DTYPE"])]
     for program in range(grid[0]):
         PROGRAM[0] = program
         functions()[kernel.fn.__name__](**given)

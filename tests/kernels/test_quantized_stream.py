@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,13 +11,18 @@ import torch
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.backends import triton_linears
+from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_linears import multiply_few, multiply_normed, refuse_stream
 from moe_ops.decode_ops import normed_quantized_linears
 from moe_ops.kernels.triton.decode import quantized_stream
 from moe_ops.kernels.triton.decode.quantized_linears_plan import stream_plan_for
-from moe_ops.kernels.triton.decode.quantized_stream import MOST_STREAMED, run_stream
+from moe_ops.kernels.triton.decode.quantized_stream import (
+    MOST_STREAMED,
+    run_row_stream,
+    run_stream,
+)
 from moe_ops.kernels.triton.experts.products.register_stream import Stream
-from moe_ops.testing import DEVICE, F16, Tol, assert_close
+from moe_ops.testing import BF16, DEVICE, F16, Tol, assert_close
 from tests.chosen import in_turn
 from tests.decode_ops.test_quantized_linears import call_of
 from tests.kernels import gluon_in_torch
@@ -27,6 +33,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernels
 FORMATS = ("float8_e4m3fn:row", "float8_e4m3fn:128x128", "float8_e4m3fn:tensor", "int8:row",
            "uint4:1x32", "uint4:row", "int4:row", "int4:1x128:bfloat16", "mxfp4", "nvfp4",
            "mxfp6_e2m3", "mxfp6_e3m2")  # fmt: skip
+ROUNDED = Tol(1.6e-2, "results are rounded to 8 bits")
 TOL = Tol(4e-3, "values and results are rounded to 11 bits")
 STREAMS = (None, Stream(S=2, C=2, MW=2, ahead=3), Stream(S=4, C=4, MT=2, NT=4, ahead=1))
 
@@ -62,6 +69,56 @@ def test_codes_are_multiplied(
         want = call.x_TK.double() @ w.double().T + (0 if b is None else b.double())
         assert y.dtype is F16 and y.is_contiguous()
         assert_close(y.float(), want.float(), TOL)
+
+
+ROW_FORMATS = [f for f in FORMATS if weight_of(f, "").across in (-1, 128)]
+ROW_STREAMS = (None, Stream(S=2, C=2, MW=2, ahead=3), Stream(S=4, C=4, MT=2, ahead=1))
+
+
+@pytest.mark.parametrize("format", ROW_FORMATS)
+@in_turn(
+    pytest.mark.parametrize("size", [1.0, 2.0**100, 2.0**-100], ids=str),
+    pytest.mark.parametrize("K", [256, 352, 32]),
+    pytest.mark.parametrize("sizes", [(40,), (33, 1, 20), (5, 16, 7, 31, 9, 1)], ids=str),
+    pytest.mark.parametrize("plan", ROW_STREAMS, ids=str),
+)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_codes_are_multiplied_with_one_row(
+    dtype: torch.dtype,
+    plan: Stream | None,
+    sizes: tuple[int, ...],
+    K: int,
+    size: float,
+    format: str,
+) -> None:
+    """Of whatever size: float16 holds its numbers next to the largest one."""
+    call, values = call_of(1, K, sizes, format, dtype)
+    size = 1.0 if dtype is F16 else size
+    call.x_TK = call.x_TK * size
+    call.biases = [None if b is None else b * size for b in call.biases]
+    given = call.x_TK, coded(call)
+    for y, w, b in zip(run_row_stream(*given, plan), values, call.biases, strict=True):
+        want = call.x_TK.double() @ w.double().T + (0 if b is None else b.double())
+        assert y.dtype is dtype and y.is_contiguous()
+        assert_close(y.double() / size, want / size, TOL if dtype is F16 else ROUNDED)
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan], ids=str)
+def test_what_is_no_number_of_a_row_stays_so(odd: float) -> None:
+    call, (w,) = call_of(1, 256, (40,), "float8_e4m3fn:row", BF16)
+    call.x_TK[0, 77] = odd
+    call.biases = [None]
+    (y,) = run_row_stream(call.x_TK, coded(call))
+    want = call.x_TK.float() @ w.float().T
+    assert torch.equal(y.isnan(), want.isnan())
+    assert torch.equal(y.isinf(), want.isinf()) and torch.equal(y.sign(), want.sign().to(BF16))
+
+
+def test_a_row_of_zeros() -> None:
+    call, _ = call_of(1, 256, (40,), "int4:1x128:bfloat16", BF16)
+    call.x_TK = torch.zeros_like(call.x_TK)
+    call.biases = [None]
+    assert not run_row_stream(call.x_TK, coded(call))[0].any()
 
 
 def test_rows_of_a_wider_input_stay_apart() -> None:

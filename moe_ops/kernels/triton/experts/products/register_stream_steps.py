@@ -32,7 +32,6 @@ from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, pairs_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of, scale_pairs
 from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
-from moe_ops.kernels.triton.launch import take_turn
 
 COLUMNS_OF_STEP = gl.constexpr(STEP)
 
