@@ -16,7 +16,15 @@ from triton.experimental.gluon import language as gluon_language
 
 from moe_ops.kernels.triton import activation
 from moe_ops.kernels.triton import launch as launches
-from moe_ops.kernels.triton.decode import coded, linears, norm, quantized_stream_gluon
+from moe_ops.kernels.triton.decode import (
+    coded,
+    linears,
+    norm,
+    one_query,
+    quantized_stream_gluon,
+    rope,
+    rope_attention_gluon,
+)
 from moe_ops.kernels.triton.experts.formats import (
     codes,
     eight_bits_gluon,
@@ -32,7 +40,7 @@ from moe_ops.kernels.triton.experts.products import (
 )
 from moe_ops.kernels.triton.experts.schedule import sort
 
-STREAMS = (register_stream_gluon, quantized_stream_gluon)
+STREAMS = (register_stream_gluon, quantized_stream_gluon, rope_attention_gluon)
 DECODERS = (codes, halves, scales, four_bits, six_bits, eight_bits_gluon)
 
 
@@ -222,9 +230,13 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
     products = (register_stream_steps, register_stream_adapters, *STREAMS)
-    modules = (activation, launches, sort, coded, linears, norm, *DECODERS, *products)
+    modules = (activation, launches, sort, coded, linears, norm, one_query, rope)
     names = functions_of(
-        modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP
+        (*modules, *DECODERS, *products),
+        COLUMNS_OF_STEP=register_stream_steps.STEP,
+        STEP=register_stream_steps.STEP,
+        SHARES=rope_attention_gluon.SHARES.value,
+        ROWS=rope_attention_gluon.ROWS.value,
     )
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
     names["mma_v2"] = lambda a, b, acc: a.float() @ b.float() + acc

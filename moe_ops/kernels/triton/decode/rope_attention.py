@@ -18,7 +18,12 @@ from torch import Tensor
 from moe_ops.kernels.triton.decode import one_query, rope
 from moe_ops.kernels.triton.decode.one_query import least_of, mask_at
 from moe_ops.kernels.triton.decode.rope import turned
-from moe_ops.kernels.triton.launch import on_its_device, pdl_options, shared_memory
+from moe_ops.kernels.triton.launch import (
+    is_hopper,
+    on_its_device,
+    pdl_options,
+    shared_memory,
+)
 from moe_ops.kernels.triton.replay import launch
 
 MOST_BYTES = 128 * 1024  # of keys and values of a head
@@ -46,6 +51,19 @@ def run(
     """The op `rope_attention` of arguments that its `refusal` lets pass."""
     tensors = (q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD)
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
+    out_BHV = q_BHD.new_empty(B, H, DV)
+    if is_hopper(q_BHD) and fits_registers(H // N, slots, D, DV):
+        from moe_ops.kernels.triton.decode import rope_attention_gluon as kernels
+
+        launch(
+            kernels.rope_attention_short, (B * N,),
+            *tensors, q_gain_D, k_gain_D, mask_BS, sinks_H, out_BHV, mask_BS.stride(0),
+            N=N, G=H // N, HEADS=8 if H // N <= 8 else 16, SLOTS=slots,
+            C=16 if slots <= 128 else 32, D=D, DV=DV, W=cos_BW.shape[1],
+            ROWS_OF_ANGLES=cos_BW.shape[0], EPS=eps, SCALE=scale, LEAST=least_of(mask_BS),
+            num_warps=kernels.SHARES.value, **pdl_options(q_BHD),
+        )  # fmt: skip
+        return out_BHV
     wide = D >= WIDE
     BS = min(128 if wide else 64, max(16, triton.next_power_of_2(slots) // 2))
     tiles = triton.cdiv(slots, BS)
@@ -53,7 +71,6 @@ def run(
     if held > min(MOST_BYTES, shared_memory(q_BHD) - OTHER_BYTES):
         turned_BHD = rope.run(*tensors, q_gain_D, k_gain_D, eps)
         return one_query.attend(turned_BHD, keys_BNSD, values_BNSD, mask_BS, scale, sinks_H)
-    out_BHV = q_BHD.new_empty(B, H, DV)
     launch(
         rope_attention_kernel, (B * N,),
         *tensors, q_gain_D, k_gain_D, mask_BS, sinks_H, out_BHV, mask_BS.stride(0),
@@ -63,6 +80,12 @@ def run(
         LEAST=least_of(mask_BS), num_warps=8 if wide else 4, **pdl_options(q_BHD),
     )  # fmt: skip
     return out_BHV
+
+
+def fits_registers(group: int, slots: int, D: int, DV: int) -> bool:
+    """Whether registers of a program hold a cache of so many slots, for heads of such sizes and a
+    group of queries of each."""
+    return group <= 16 and slots <= 256 and D in (64, 128) and DV in (64, 128)
 
 
 @triton.jit
