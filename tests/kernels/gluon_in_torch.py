@@ -19,6 +19,7 @@ from moe_ops.kernels.triton import launch as launches
 from moe_ops.kernels.triton.decode import (
     coded,
     linears,
+    linears_gluon,
     norm,
     one_query,
     quantized_stream_gluon,
@@ -40,7 +41,12 @@ from moe_ops.kernels.triton.experts.products import (
 )
 from moe_ops.kernels.triton.experts.schedule import sort
 
-STREAMS = (register_stream_gluon, quantized_stream_gluon, rope_attention_gluon)
+STREAMS = (
+    register_stream_gluon,
+    quantized_stream_gluon,
+    linears_gluon,
+    rope_attention_gluon,
+)
 DECODERS = (codes, halves, scales, four_bits, six_bits, eight_bits_gluon)
 
 

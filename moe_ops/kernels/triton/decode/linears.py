@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton import STEP
 from moe_ops.kernels.triton.decode.linears_plan import LinearsPlan, plan_for
 from moe_ops.kernels.triton.decode.norm import (
     Norm,
@@ -26,7 +27,10 @@ from moe_ops.kernels.triton.decode.norm import (
     norm_of,
     norm_rows,
 )
+from moe_ops.kernels.triton.experts.call import DTYPES
+from moe_ops.kernels.triton.experts.products.register_stream import Stream
 from moe_ops.kernels.triton.launch import (
+    is_hopper,
     on_its_device,
     pdl_options,
     processors,
@@ -34,6 +38,7 @@ from moe_ops.kernels.triton.launch import (
     take_turn,
 )
 from moe_ops.kernels.triton.replay import launch
+from moe_ops.registry.backend import is_aligned
 
 MOST = 4  # weights of a launch
 
@@ -92,21 +97,31 @@ def _launch(
 ) -> None:
     T, K = x_TK.shape
     sizes = [w.shape[0] for w in weights]
+    stream = None if plan else outputs_stream(x_TK, weights)
     if plan is None:
         plan = plan_for(T, sum(sizes), K, processors(x_TK), shared_memory(x_TK))
     options = pdl_options(x_TK)
     rest = [None] * (MOST - len(weights))
     # Where the blocks of each weight begin among all of them, and where the last ones end.
-    blocks = [triton.cdiv(n, plan.rows) for n in sizes]
+    rows = plan.rows if stream is None else stream.rows
+    blocks = [triton.cdiv(n, rows) for n in sizes]
     firsts = [sum(blocks[:g]) for g in range(MOST + 1)]
     # A weight that is not there has no blocks; its address is not looked at.
     tensors = (x_TK, *weights, *[weights[0] for _ in rest], *biases, *rest, *outs, *rest)
     constants = {
         **{f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])},
         **{f"F{g}": firsts[g] for g in range(1, MOST)},
-        "K": K, "BN": plan.rows, "BK": plan.step,
-        "num_warps": plan.warps,
+        "K": K,
     }  # fmt: skip
+    if stream is not None:
+        from moe_ops.kernels.triton.decode import linears_gluon
+
+        launch(
+            linears_gluon.linears_few_outputs, (firsts[MOST],), *tensors, T, x_TK.stride(0),
+            SIZES=stream.sizes, num_warps=stream.warps, **constants, **options,
+        )  # fmt: skip
+        return
+    constants |= {"BN": plan.rows, "BK": plan.step, "num_warps": plan.warps}
     if T == 1:
         residual, gain, eps, total, normed, shift = norm or (None, None, 0.0, None, None, None)
         launch(
@@ -126,6 +141,20 @@ def _launch(
             num_stages=plan.stages,
             **options,
         )
+
+
+def outputs_stream(x_TK: Tensor, weights: Sequence[Tensor]) -> Stream | None:
+    """The sizes of `linears_few_outputs` for a few rows and few outputs, with a block of 16 warps
+    that share columns; None for what that is not for."""
+    T, K = x_TK.shape
+    outputs, most = sum(w.shape[0] for w in weights), 16 * processors(x_TK)
+    if not is_hopper(x_TK) or x_TK.dtype not in DTYPES or not 1 < T <= 32:
+        return None
+    if outputs > most or K > 2 * 16 * STEP or K % 8 or x_TK.stride(0) % 8:
+        return None
+    if not all(map(is_aligned, (x_TK, *weights))):
+        return None
+    return Stream(S=16, C=16, NT=triton.next_power_of_2(triton.cdiv(T, 8)))
 
 
 @triton.jit

@@ -27,6 +27,10 @@ from moe_ops.kernels.triton.experts.products.register_stream_adapters import (
     add_adapter,
     add_to_one,
 )
+from moe_ops.kernels.triton.experts.products.register_stream_shared import (
+    add_product_of_stages,
+    first_stages,
+)
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
@@ -116,11 +120,16 @@ def product_of(
     it, if it does. Addresses of tokens are [S, N], or [S] of one."""
     w_SM, here_S, at, end = rows_at(w_ptr, e_S, row_M, ROWS, COLUMNS, C, W, SIZES, SOME)
     weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
-    ring = first_codes(weights, COLUMNS, C, W, P, SIZES, SOME)
-    take_turn(WAIT)
     acc = no_sums(SIZES)
     x, x_scale_ptr, t_at = tokens
-    if len(x.shape) == 1:
+    if SIZES.stages > 0:
+        stages = first_stages(weights, COLUMNS, C, W, SIZES, SOME)
+    else:
+        ring = first_codes(weights, COLUMNS, C, W, P, SIZES, SOME)
+    take_turn(WAIT)
+    if SIZES.stages > 0:
+        acc = add_product_of_stages(acc, weights, stages, tokens, COLUMNS, C, W, DTYPE, SIZES, SOME)
+    elif len(x.shape) == 1:
         steps = staged_token(x, here_S, COLUMNS, C, W, SIZES, SOME)
         one = (steps, x_scale_ptr, t_at)
         acc = add_product_of_one(acc, weights, ring, one, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
@@ -328,8 +337,9 @@ def one_down(
 
 @gluon.jit
 def counted(BE: gl.constexpr):
-    """0 to BE - 1, over all threads."""
-    return gl.arange(0, BE, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    """0 to BE - 1, in every warp, so that none waits for another to count them."""
+    EACH: gl.constexpr = max(1, BE // 32)
+    return gl.arange(0, BE, gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
 
 
 @gluon.jit
