@@ -33,8 +33,8 @@ class Sizes(Constant):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The sizes of a launch: S, MW, MT, NT and stages as in `Sizes`, C parts of the columns, and how
-    many steps ahead codes are loaded into registers."""
+    """The sizes of a launch: S, MW, MT, NT and stages as in `Sizes`, C parts of the columns, and
+    how many steps ahead codes are loaded into registers."""
 
     S: int = 1
     MW: int = 1

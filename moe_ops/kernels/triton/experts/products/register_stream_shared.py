@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from moe_ops.kernels.triton.experts.formats.codes import by_row
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
-    COLUMNS_OF_STEP,
     add_step,
     along,
     load_scales,
@@ -62,9 +61,8 @@ def first_stages(
     stages = ()
     for p in gl.static_range(P):
         held = gl.allocate_shared_memory(weights[0].dtype.element_ty, [S, M, X], plain)
-        if p < P - 1:
-            if p < L:
-                copy_step(held, weights, p, COLUMNS, C, W, SIZES, SOME)
+        if p < P - 1 and p < L:
+            copy_step(held, weights, p, COLUMNS, C, W, SIZES, SOME)
         stages = stages + (held,)  # noqa: RUF005
     return stages
 
