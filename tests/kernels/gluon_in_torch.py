@@ -37,6 +37,7 @@ from moe_ops.kernels.triton.experts.formats import (
 from moe_ops.kernels.triton.experts.products import (
     register_stream_adapters,
     register_stream_gluon,
+    register_stream_shared,
     register_stream_steps,
 )
 from moe_ops.kernels.triton.experts.schedule import sort
@@ -146,6 +147,11 @@ class Shared:
         return value(self.held.clone())
 
 
+def copy(held: Shared, pointer: Pointer, mask: Any = True, **_: Any) -> None:
+    """As `cp_async`, but at once."""
+    held.store(load(pointer, mask))
+
+
 def where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         a = torch.tensor(a, dtype=torch.int32)
@@ -182,12 +188,13 @@ def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     return of_both
 
 
-PROGRAM = [0]
+PROGRAM, PROGRAMS = [0], [1]
 LANGUAGE = SimpleNamespace(
     **{n: getattr(torch, n) for n in ("int16", "int32", "int64", "float16", "float32", "bfloat16")},
     **{n: getattr(gluon_language, n) for n in dir(gluon_language) if n.endswith("Layout")},
     constexpr=int,
     program_id=lambda axis: value(0 if axis else PROGRAM[0]),
+    num_programs=lambda axis: 1 if axis else PROGRAMS[0],
     num_warps=lambda: 1,
     static_range=range,
     static_assert=lambda *_: None,
@@ -235,7 +242,9 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
-    products = (register_stream_steps, register_stream_adapters, *STREAMS)
+    products = (
+        register_stream_steps, register_stream_shared, register_stream_adapters, *STREAMS
+    )  # fmt: skip
     modules = (activation, launches, sort, coded, linears, norm, one_query, rope)
     names = functions_of(
         (*modules, *DECODERS, *products),
@@ -245,6 +254,7 @@ def functions() -> dict[str, Any]:
         ROWS=rope_attention_gluon.ROWS.value,
     )
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
+    names |= {"cp_async": copy, "commit": lambda: None, "wait": lambda _: None}
     names["mma_v2"] = lambda a, b, acc: a.float() @ b.float() + acc
     return names
 
@@ -259,6 +269,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     given = {n: pointer(v) if isinstance(v, Tensor) else v for n, v in given.items()}
     if "DTYPE" in given:
         given["DTYPE"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given["DTYPE"])]
+    PROGRAMS[0] = grid[0]
     for program in range(grid[0]):
         PROGRAM[0] = program
         functions()[kernel.fn.__name__](**given)

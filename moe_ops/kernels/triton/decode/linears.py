@@ -75,14 +75,15 @@ def run_normed(
     """[s, n, y_0, ...]: s = x + residual, left out if there is no residual, n = gain s / rms(s), or
     that of a shifted gain, as `normed_linears` rounds it, and the rest `run` of n.
 
-    One row is normed in the launch for the first weights, of which every program norms all of it
-    for itself; several are in a launch before.
+    One row, or a few for few outputs, are normed in the launch for the first weights, of which
+    every program norms all of them for itself; others are in a launch before.
     """
     norm, made = norm_of(x_TK, residual_TK, gain_K, eps, gain_shift)
-    if x_TK.shape[0] > 1:
+    T = x_TK.shape[0]
+    if T > 1 and (plan is not None or outputs_stream(x_TK, weights[:MOST], True) is None):
         norm_rows(x_TK, norm)
         return [*made, *run(norm.normed, weights, biases, plan)]
-    outs = [x_TK.new_empty(1, w.shape[0]) for w in weights[:MOST]]
+    outs = [x_TK.new_empty(T, w.shape[0]) for w in weights[:MOST]]
     _launch(x_TK, weights[:MOST], biases[:MOST], outs, plan, norm)
     return [*made, *outs, *run(norm.normed, weights[MOST:], biases[MOST:], plan)]
 
@@ -97,7 +98,7 @@ def _launch(
 ) -> None:
     T, K = x_TK.shape
     sizes = [w.shape[0] for w in weights]
-    stream = None if plan else outputs_stream(x_TK, weights)
+    stream = None if plan else outputs_stream(x_TK, weights, norm is not None)
     if plan is None:
         plan = plan_for(T, sum(sizes), K, processors(x_TK), shared_memory(x_TK))
     options = pdl_options(x_TK)
@@ -113,17 +114,20 @@ def _launch(
         **{f"F{g}": firsts[g] for g in range(1, MOST)},
         "K": K,
     }  # fmt: skip
+    residual, gain, eps, total, normed, shift = norm or (None, None, 0.0, None, None, None)
     if stream is not None:
         from moe_ops.kernels.triton.decode import linears_gluon
 
         launch(
-            linears_gluon.linears_few_outputs, (firsts[MOST],), *tensors, T, x_TK.stride(0),
-            SIZES=stream.sizes, num_warps=stream.warps, **constants, **options,
+            linears_gluon.linears_few_outputs, (firsts[MOST],),
+            *tensors, residual, gain, total, normed, T, x_TK.stride(0),
+            0 if residual is None else residual.stride(0),
+            EPS=eps, SHIFT=shift, SIZES=stream.sizes, num_warps=stream.warps,
+            **constants, **options,
         )  # fmt: skip
         return
     constants |= {"BN": plan.rows, "BK": plan.step, "num_warps": plan.warps}
     if T == 1:
-        residual, gain, eps, total, normed, shift = norm or (None, None, 0.0, None, None, None)
         launch(
             linears_one, (firsts[MOST],), *tensors, residual, gain, total, normed,
             KP=triton.next_power_of_2(K), EPS=eps, SHIFT=shift, **constants, **options,
@@ -143,14 +147,16 @@ def _launch(
         )
 
 
-def outputs_stream(x_TK: Tensor, weights: Sequence[Tensor]) -> Stream | None:
-    """The sizes of `linears_few_outputs` for a few rows and few outputs, with a block of 16 warps
-    that share columns; None for what that is not for."""
+def outputs_stream(x_TK: Tensor, weights: Sequence[Tensor], normed: bool) -> Stream | None:
+    """The sizes of `linears_few_outputs` for a few rows, normed or not, and few outputs: a block of
+    16 warps that share columns, of which registers hold one or two steps of each. None for what
+    that is not for."""
     T, K = x_TK.shape
-    outputs, most = sum(w.shape[0] for w in weights), 16 * processors(x_TK)
-    if not is_hopper(x_TK) or x_TK.dtype not in DTYPES or not 1 < T <= 32:
+    if not is_hopper(x_TK) or x_TK.dtype not in DTYPES or not 1 < T <= (8 if normed else 32):
         return None
-    if outputs > most or K > 2 * 16 * STEP or K % 8 or x_TK.stride(0) % 8:
+    steps = 1 if normed or T > 16 else 2
+    outputs, most = sum(w.shape[0] for w in weights), 16 * processors(x_TK)
+    if outputs > most or K > steps * 16 * STEP or K % 8 or x_TK.stride(0) % 8:
         return None
     if not all(map(is_aligned, (x_TK, *weights))):
         return None

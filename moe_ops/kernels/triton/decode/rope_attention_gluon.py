@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_ops.kernels.triton.decode.one_query import mask_at
 from moe_ops.kernels.triton.decode.rope import normed
-from moe_ops.kernels.triton.experts.products.register_stream_steps import doublings
+from moe_ops.kernels.triton.experts.products.register_stream_steps import by_columns, doublings
 from moe_ops.kernels.triton.launch import await_turn, let_next_begin
 
 SHARES = gl.constexpr(8)  # warps
@@ -81,15 +81,6 @@ def turned_heads(x_G1, gain_ptr, gain_D, gain_other_D, cos_D, sin_D, d_D, D: gl.
         x_other_GD = normed(x_other_GD, inverse_G, gain_other_D)
     x_other_GD = gl.where((d_D < D // 2)[None, :], -x_other_GD, x_other_GD)
     return (x_GD * cos_D[None, :] + x_other_GD * sin_D[None, :]).to(dtype)
-
-
-@gluon.jit
-def by_columns(x, D: gl.constexpr):
-    """[S, X, D] with columns in the order in which the matrix unit takes those of a quarter of a
-    row from one thread."""
-    S: gl.constexpr = x.shape[0]
-    X: gl.constexpr = x.shape[1]
-    return x.reshape([S, X, 4, D // 32, 2, 4]).permute([0, 1, 3, 5, 2, 4]).reshape([S, X, D])
 
 
 @gluon.jit
@@ -176,9 +167,9 @@ def rope_attention_short(
     queries: gl.constexpr = queries_layout(S, HEADS, D)
     q_SRD = q_held.load(gl.SliceLayout(0, queries))[None, :, :]
     q_SRD, _ = gl.broadcast(q_SRD, gl.zeros([S, HEADS, D], q_SRD.dtype, queries))
-    q_SRD = in_rows(by_columns(q_SRD, D))
+    q_SRD = in_rows(by_columns(q_SRD))
     q_SRD = gl.convert_layout(q_SRD, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
-    k_SDC = by_columns(keys_SCD, D).permute([0, 2, 1])
+    k_SDC = by_columns(keys_SCD).permute([0, 2, 1])
     k_SDC = gl.convert_layout(k_SDC, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
     scores = mma_v2(q_SRD, k_SDC, gl.zeros([S, ROWS, C], gl.float32, mma))
     scores = scores * SCALE + added_SC[:, None, :]

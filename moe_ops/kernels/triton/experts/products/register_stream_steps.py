@@ -188,6 +188,16 @@ def values_of_8(w, INT8: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def by_columns(x):
+    """[S, X, D] of 16-bit numbers with columns in the order in which the matrix unit takes those
+    of a quarter of a row from one thread."""
+    S: gl.constexpr = x.shape[0]
+    X: gl.constexpr = x.shape[1]
+    D: gl.constexpr = x.shape[2]
+    return x.reshape([S, X, 4, D // 32, 2, 4]).permute([0, 1, 3, 5, 2, 4]).reshape([S, X, D])
+
+
+@gluon.jit
 def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
     """Tokens of a step as the unit's second operand [S, 128, N]."""
     S: gl.constexpr = x.shape[0]
