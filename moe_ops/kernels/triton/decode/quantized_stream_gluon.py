@@ -19,6 +19,8 @@ from moe_ops.kernels.triton.experts.products.register_stream_gluon import (
     no_sums,
     product_of,
     rows_at,
+    scaled_by_row,
+    scales_of_rows,
     summed,
     token_vectors,
 )
@@ -206,6 +208,7 @@ def quantized_row_stream(
         zero_ptr = one_of(z0_ptr, z1_ptr, z2_ptr, z3_ptr, F1, F2, F3)
         weights = (w_SM, here_S, scale_ptr, zero_ptr, at, end)
     ring = first_codes(weights, K, S, W, P, SIZES, False)
+    scale = scales_of_rows(weights, W)
     bias_M = bias_of(b0_ptr, b1_ptr, b2_ptr, b3_ptr, g, m, size)
     gains = gains_of(gain_ptr, K, SIZES)
     take_turn(PDL)
@@ -216,7 +219,7 @@ def quantized_row_stream(
     one = (steps, None, 0 * s_t[:, None] + 0 * n_t[None, :])
     acc = no_sums(SIZES)
     acc = add_product_of_one(acc, weights, ring, one, K, S, W, DTYPE, P, SIZES, False)
-    total = summed(acc, W, DTYPE) * factor
+    total = summed(scaled_by_row(acc, scale, W), W, DTYPE) * factor
     if g0_ptr is not None:
         total = under_global(total, one_of(g0_ptr, g1_ptr, g2_ptr, g3_ptr, F1, F2, F3), 0 * g)
     layout: gl.constexpr = gl.SliceLayout(1, total.type.layout)

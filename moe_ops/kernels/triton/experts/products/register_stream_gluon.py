@@ -98,14 +98,21 @@ def no_sums(SIZES: gl.constexpr):
 
 
 @gluon.jit
-def scaled_by_row(acc, weights, tokens, W: gl.constexpr):
-    """acc, times scales of rows where these leave the sum."""
+def scales_of_rows(weights, W: gl.constexpr):
+    """Scales [S, M] of rows, where each has one; else anything."""
     _, _, w_scale_ptr, _, at, end = weights
-    if by_row(W):
+    scale = at
+    if W.across == -1:
+        scale = gl.load(w_scale_ptr + at, mask=at < end, other=0)
+    return scale
+
+
+@gluon.jit
+def scaled_by_row(acc, scale, W: gl.constexpr):
+    """acc, times scales of rows, where each has one."""
+    if W.across == -1:
         KIND: gl.constexpr = W.kind
-        scale = finite(scale_of(gl.load(w_scale_ptr + at, mask=at < end, other=0), KIND))
-        t = gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0)
-        acc *= scale[:, :, None] * t[:, None, :]
+        acc *= finite(scale_of(scale, KIND))[:, :, None]
     return acc
 
 
@@ -120,6 +127,7 @@ def product_of(
     it, if it does. Addresses of tokens are [S, N], or [S] of one."""
     w_SM, here_S, at, end = rows_at(w_ptr, e_S, row_M, ROWS, COLUMNS, C, W, SIZES, SOME)
     weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
+    scale = scales_of_rows(weights, W)
     acc = no_sums(SIZES)
     x, x_scale_ptr, t_at = tokens
     if SIZES.stages > 0:
@@ -135,7 +143,10 @@ def product_of(
         acc = add_product_of_one(acc, weights, ring, one, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
     else:
         acc = add_product(acc, weights, ring, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
-    return scaled_by_row(acc, weights, tokens, W)
+    acc = scaled_by_row(acc, scale, W)
+    if by_row(W):
+        acc *= gl.load(x_scale_ptr + t_at, mask=t_at >= 0, other=0.0)[:, None, :]
+    return acc
 
 
 @gluon.jit

@@ -12,7 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from moe_ops.kernels.triton.experts.formats.codes import by_row
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     add_step,
     along,
@@ -75,7 +74,7 @@ def load_factors(
     _, _, w_scale_ptr, w_zero_ptr, at, end = weights
     MASKED: gl.constexpr = SOME or ragged(COLUMNS, C)
     scale = at
-    if not by_row(W):
+    if W.across != -1:  # else it leaves the sum
         scale = load_scales(w_scale_ptr, at, end, step, W, MASKED)
     zero = scale
     if w_zero_ptr is not None:

@@ -319,7 +319,7 @@ def load_all(
     else:
         w = load_step(w_SM, here_S, step, COLUMNS, C, W, layout, SOME, "evict_first")
     scale = at
-    if not by_row(W):
+    if W.across != -1:  # else it leaves the sum
         scale = load_scales(w_scale_ptr, at, end, step, W, MASKED)
     zero = scale
     if w_zero_ptr is not None:
@@ -463,7 +463,7 @@ def add_step(
         SCALED: gl.constexpr = not IN_SUM or (FLOAT and DTYPE == gl.bfloat16)
         a = values_of_4(w, less, pair, FLOAT, SCALED, DTYPE)
     a = gl.convert_layout(a, operand, assert_trivial=True)
-    if by_row(W):
+    if W.across == -1:
         acc = mma_v2(a, b, acc)  # scales leave the sum
     elif IN_SUM:
         part = mma_v2(a, b, gl.zeros_like(acc))
