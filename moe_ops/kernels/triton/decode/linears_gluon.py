@@ -18,6 +18,7 @@ from moe_ops.kernels.triton.decode.coded import one_of, place_of_block
 from moe_ops.kernels.triton.decode.linears import bias_of
 from moe_ops.kernels.triton.decode.norm import normed_of, sum_at
 from moe_ops.kernels.triton.decode.quantized_stream_gluon import store_columns
+from moe_ops.kernels.triton.experts.products.register_stream_gluon import summed
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     along,
@@ -159,7 +160,7 @@ def linears_few_outputs(
         x = by_columns(rows[step].to(w.dtype)).permute([0, 2, 1])
         x = gl.convert_layout(x, gl.DotOperandLayout(1, unit, 2), assert_trivial=True)
         acc = mma_v2(w, x, acc)
-    total = gl.sum(acc, 0)
+    total = summed(acc, None, gl.float32)
     layout: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     if bias_M is not None:
         total += gl.convert_layout(bias_M, layout)[:, None]

@@ -36,6 +36,7 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     add_product,
     add_product_of_one,
     along,
+    doublings,
     first_codes,
     one_a_step,
     part_groups,
@@ -199,12 +200,31 @@ def activated(acc, ACT: gl.constexpr):
     return h
 
 
+@gluon.constexpr_function
+def sums_layout(S, M, N, warps):
+    """The layout of sums [S, M, N] of which a thread has all shares, and of a pair of rows eight
+    apart both."""
+    rest = [*doublings(N, 2), *doublings(8, 1), *doublings(M // 16, 1, 16)]
+    lanes, rest = rest[:5], rest[5:]
+    across = warps.bit_length() - 1
+    of_warps = (rest + [[0, 0, 0]] * across)[:across]
+    registers = [*doublings(S, 0), [0, 8, 0], *rest[across:]]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [S, M, N])
+
+
 @gluon.jit
 def summed(acc, W: gl.constexpr, DTYPE: gl.constexpr):
-    """The sum over shares, [M, N]."""
-    if acc.shape[0] == 1:
-        return rescaled(acc.reshape([acc.shape[1], acc.shape[2]]), W, DTYPE)
+    """The sum over shares, [M, N], in their order."""
+    S: gl.constexpr = acc.shape[0]
+    M: gl.constexpr = acc.shape[1]
+    N: gl.constexpr = acc.shape[2]
+    if S == 1:
+        return rescaled(acc.reshape([M, N]), W, DTYPE)
     else:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        held = gl.allocate_shared_memory(gl.float32, [S, M, N], plain)
+        held.store(acc)
+        acc = held.load(sums_layout(S, M, N, gl.num_warps()))
         return rescaled(gl.sum(acc, 0), W, DTYPE)
 
 
