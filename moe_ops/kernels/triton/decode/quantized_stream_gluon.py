@@ -24,6 +24,10 @@ from moe_ops.kernels.triton.experts.products.register_stream_gluon import (
     summed,
     token_vectors,
 )
+from moe_ops.kernels.triton.experts.products.register_stream_shared import (
+    add_product_of_all,
+    all_codes,
+)
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product_of_one,
@@ -207,7 +211,11 @@ def quantized_row_stream(
     else:
         zero_ptr = one_of(z0_ptr, z1_ptr, z2_ptr, z3_ptr, F1, F2, F3)
         weights = (w_SM, here_S, scale_ptr, zero_ptr, at, end)
-    ring = first_codes(weights, K, S, W, P, SIZES, False)
+    HELD: gl.constexpr = SIZES.stages > 0
+    if HELD:
+        codes = all_codes(weights, K, S, W, SIZES, False)
+    else:
+        ring = first_codes(weights, K, S, W, P, SIZES, False)
     scale = scales_of_rows(weights, W)
     bias_M = bias_of(b0_ptr, b1_ptr, b2_ptr, b3_ptr, g, m, size)
     gains = gains_of(gain_ptr, K, SIZES)
@@ -218,7 +226,10 @@ def quantized_row_stream(
     _, _, s_t, n_t = token_vectors(SIZES, W, 1)
     one = (steps, None, 0 * s_t[:, None] + 0 * n_t[None, :])
     acc = no_sums(SIZES)
-    acc = add_product_of_one(acc, weights, ring, one, K, S, W, DTYPE, P, SIZES, False)
+    if HELD:
+        acc = add_product_of_all(acc, codes, one, K, S, W, DTYPE, SIZES)
+    else:
+        acc = add_product_of_one(acc, weights, ring, one, K, S, W, DTYPE, P, SIZES, False)
     total = summed(scaled_by_row(acc, scale, W), W, DTYPE) * factor
     if g0_ptr is not None:
         total = under_global(total, one_of(g0_ptr, g1_ptr, g2_ptr, g3_ptr, F1, F2, F3), 0 * g)

@@ -2,10 +2,10 @@
 
     rope_attention_short    a sequence and a head of the cache: what `rope_attention.py` says
 
-Every warp has other slots, a share of them, and keeps their keys and values in registers, where
-they are before the projections are. So behind these lie two barriers alone: one for the turned
-heads of queries, which all warps read, and one for the parts of results, which each warp scaled by
-its own largest score.
+Every warp has other slots, a share of them. Their keys are in its registers and their values in
+shared memory before the projections are there. So behind these lie two barriers alone: one for the
+turned heads of queries, which all warps read, and one for the parts of results, which each warp
+scaled by its own largest score.
 
     [S, C, ...]  shares and the slots of each; [S, R, ...]  rows of the matrix unit: query heads
 """
@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from moe_ops.kernels.triton.decode.one_query import mask_at
 from moe_ops.kernels.triton.decode.rope import normed
+from moe_ops.kernels.triton.experts.products.register_stream_shared import commit, cp_async, wait
 from moe_ops.kernels.triton.experts.products.register_stream_steps import by_columns, doublings
 from moe_ops.kernels.triton.launch import await_turn, let_next_begin
 
@@ -67,20 +68,20 @@ def parts_layout(S, R, D):
 
 
 @gluon.jit
-def turned_heads(x_G1, gain_ptr, gain_D, gain_other_D, cos_D, sin_D, d_D, D: gl.constexpr,
-                 EPS: gl.constexpr):  # fmt: skip
-    """The heads at some addresses, normed if there is a gain, and turned; in their dtype."""
-    other_D = (d_D + D // 2) % D
-    x_GD = gl.load(x_G1 + d_D[None, :])
+def turned_heads(
+    x_GD, other_GD, gain_ptr, gain_D, gain_other_D, cos_D, sin_D, d_D, D: gl.constexpr,
+    EPS: gl.constexpr,
+):  # fmt: skip
+    """Heads, of which the other halves are given, too, normed if there is a gain, and turned; in
+    their dtype."""
     dtype: gl.constexpr = x_GD.dtype
-    x_GD = x_GD.to(gl.float32)
-    x_other_GD = gl.load(x_G1 + other_D[None, :]).to(gl.float32)
+    x_GD, other_GD = x_GD.to(gl.float32), other_GD.to(gl.float32)
     if gain_ptr is not None:
         inverse_G = gl.rsqrt(gl.sum(x_GD * x_GD, 1) / D + EPS)
         x_GD = normed(x_GD, inverse_G, gain_D)
-        x_other_GD = normed(x_other_GD, inverse_G, gain_other_D)
-    x_other_GD = gl.where((d_D < D // 2)[None, :], -x_other_GD, x_other_GD)
-    return (x_GD * cos_D[None, :] + x_other_GD * sin_D[None, :]).to(dtype)
+        other_GD = normed(other_GD, inverse_G, gain_other_D)
+    other_GD = gl.where((d_D < D // 2)[None, :], -other_GD, other_GD)
+    return (x_GD * cos_D[None, :] + other_GD * sin_D[None, :]).to(dtype)
 
 
 @gluon.jit
@@ -119,10 +120,11 @@ def rope_attention_short(
     at_SC = seen_slots(S, C, gl.SliceLayout(2, of_values))
     here_SC = mask_at(mask_ptr, at_SC, (at_SC < SLOTS) & (at_SC != slot), LEAST) > float("-inf")
     d_V = gl.arange(0, DV, gl.SliceLayout(0, gl.SliceLayout(1, of_values)))
-    values_SCV = gl.load(
-        values_ptr + at_SC[:, :, None] * DV + d_V[None, None, :], mask=here_SC[:, :, None],
-        other=0.0,
-    )  # fmt: skip
+    values_at = values_ptr + at_SC[:, :, None] * DV + d_V[None, None, :]
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    values_held = gl.allocate_shared_memory(values_ptr.dtype.element_ty, [S, C, DV], flat)
+    cp_async(values_held, values_at, mask=here_SC[:, :, None])
+    commit()
     at_SC = seen_slots(S, C, gl.SliceLayout(1, mma))
     added_SC = mask_at(mask_ptr, at_SC, (at_SC < SLOTS) & (at_SC != slot), LEAST)
     d_D = gl.arange(0, D, gl.SliceLayout(0, of_heads))
@@ -130,8 +132,8 @@ def rope_attention_short(
     head_G = pair * G + gl.minimum(rows_G, G - 1)  # rows behind the last are the last
     new_G = mask_at(mask_ptr, slot + 0 * rows_G, rows_G >= 0, LEAST)
     q_gain_D, q_other_D, k_gain_D, k_other_D = 0.0, 0.0, 0.0, 0.0
+    other_D = (d_D + D // 2) % D
     if q_gain_ptr is not None:
-        other_D = (d_D + D // 2) % D
         q_gain_D, q_other_D = gl.load(q_gain_ptr + d_D), gl.load(q_gain_ptr + other_D)
         k_gain_D, k_other_D = gl.load(k_gain_ptr + d_D), gl.load(k_gain_ptr + other_D)
     of_results: gl.constexpr = gl.SliceLayout(0, of_parts)
@@ -142,17 +144,20 @@ def rope_attention_short(
         sink_R = gl.load(sinks_ptr + pair % N * G + gl.minimum(r, G - 1)).to(gl.float32)
 
     await_turn(PDL)
-    cos_D = gl.load(cos_ptr + d_D % W).to(gl.float32)
-    sin_D = gl.load(sin_ptr + d_D % W).to(gl.float32)
+    # All loads, so that they are waited for at once.
+    q_at = q_ptr + (head_G * D)[:, None]
+    k_at = k_ptr + (pair * D + 0 * rows_G)[:, None]  # the new key, in every row
+    q_GD, q_other_GD = gl.load(q_at + d_D[None, :]), gl.load(q_at + other_D[None, :])
+    new_GD, new_other_GD = gl.load(k_at + d_D[None, :]), gl.load(k_at + other_D[None, :])
+    cos_D, sin_D = gl.load(cos_ptr + d_D % W), gl.load(sin_ptr + d_D % W)
     new_V = gl.load(v_ptr + pair * DV + v)
+    cos_D, sin_D = cos_D.to(gl.float32), sin_D.to(gl.float32)
     q_GD = turned_heads(
-        q_ptr + (head_G * D)[:, None], q_gain_ptr, q_gain_D, q_other_D, cos_D, sin_D, d_D, D, EPS
+        q_GD, q_other_GD, q_gain_ptr, q_gain_D, q_other_D, cos_D, sin_D, d_D, D, EPS
     )
-    # The new key, in every row.
     new_GD = turned_heads(
-        k_ptr + (pair * D + 0 * rows_G)[:, None], k_gain_ptr, k_gain_D, k_other_D, cos_D, sin_D,
-        d_D, D, EPS,
-    )  # fmt: skip
+        new_GD, new_other_GD, k_gain_ptr, k_gain_D, k_other_D, cos_D, sin_D, d_D, D, EPS
+    )
     new_G += gl.sum(q_GD.to(gl.float32) * new_GD.to(gl.float32), 1) * SCALE
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -164,6 +169,7 @@ def rope_attention_short(
              mask=rows_G[:, None] == 0)  # fmt: skip
     let_next_begin(PDL)  # not before: what that prefetches would be in the way
 
+    wait(0)
     queries: gl.constexpr = queries_layout(S, HEADS, D)
     q_SRD = q_held.load(gl.SliceLayout(0, queries))[None, :, :]
     q_SRD, _ = gl.broadcast(q_SRD, gl.zeros([S, HEADS, D], q_SRD.dtype, queries))
@@ -178,17 +184,15 @@ def rope_attention_short(
     safe_SR = gl.where(high_SR == float("-inf"), 0.0, high_SR)
     p = gl.exp(scores - safe_SR[:, :, None])
     total_SR = gl.sum(p, 2)
-    p = gl.convert_layout(
-        p.to(values_SCV.dtype), gl.DotOperandLayout(0, mma, 2), assert_trivial=True
-    )
-    # Columns in another order, which `held_parts` takes back.
+    p = gl.convert_layout(p.to(q_SRD.dtype), gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
+    values_SCV = values_held.load(of_values)
+    # Columns in another order, which `parts` is put back from.
     v_SCV = values_SCV.reshape([S, C, DV // 64, 8, 8]).permute([0, 1, 2, 4, 3])
     v_SCV = v_SCV.reshape([S, C, DV])
     v_SCV = gl.convert_layout(v_SCV, gl.DotOperandLayout(1, mma, 2), assert_trivial=True)
     parts = mma_v2(p, v_SCV, gl.zeros([S, ROWS, DV], gl.float32, mma))
     parts = parts.reshape([S, ROWS, DV // 64, 8, 8]).permute([0, 1, 2, 4, 3])
     parts = heads_of(parts.reshape([S, ROWS, DV]), HEADS)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     parts_held = gl.allocate_shared_memory(gl.float32, [S, HEADS, DV], flat)
     high_held = gl.allocate_shared_memory(gl.float32, [S, HEADS], pairs)

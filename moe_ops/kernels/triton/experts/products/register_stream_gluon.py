@@ -28,7 +28,9 @@ from moe_ops.kernels.triton.experts.products.register_stream_adapters import (
     add_to_one,
 )
 from moe_ops.kernels.triton.experts.products.register_stream_shared import (
+    add_product_of_all,
     add_product_of_stages,
+    all_codes,
     first_stages,
 )
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
@@ -131,17 +133,24 @@ def product_of(
     scale = scales_of_rows(weights, W)
     acc = no_sums(SIZES)
     x, x_scale_ptr, t_at = tokens
-    if SIZES.stages > 0:
+    ONE: gl.constexpr = len(x.shape) == 1
+    HELD: gl.constexpr = SIZES.stages > 0
+    if ONE and HELD:
+        codes = all_codes(weights, COLUMNS, C, W, SIZES, SOME)
+    elif HELD:
         stages = first_stages(weights, COLUMNS, C, W, SIZES, SOME)
     else:
         ring = first_codes(weights, COLUMNS, C, W, P, SIZES, SOME)
     take_turn(WAIT)
-    if SIZES.stages > 0:
-        acc = add_product_of_stages(acc, weights, stages, tokens, COLUMNS, C, W, DTYPE, SIZES, SOME)
-    elif len(x.shape) == 1:
+    if ONE:
         steps = staged_token(x, here_S, COLUMNS, C, W, SIZES, SOME)
         one = (steps, x_scale_ptr, t_at)
-        acc = add_product_of_one(acc, weights, ring, one, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
+        if HELD:
+            acc = add_product_of_all(acc, codes, one, COLUMNS, C, W, DTYPE, SIZES)
+        else:
+            acc = add_product_of_one(acc, weights, ring, one, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
+    elif HELD:
+        acc = add_product_of_stages(acc, weights, stages, tokens, COLUMNS, C, W, DTYPE, SIZES, SOME)
     else:
         acc = add_product(acc, weights, ring, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
     acc = scaled_by_row(acc, scale, W)

@@ -4,6 +4,9 @@ What `register_stream_steps.py` says, but for where codes are from when they are
 they are multiplied: a block has as many stages of a step in shared memory as it is given, which
 take no registers, so that more of them are on their way and more blocks on a processor. Scales
 take registers, a step ahead: those of 16 steps are behind one another in memory.
+
+Of one token all steps are asked for at once. As its launches are short, what counts is how much of
+one is on its way before the end of the one before, whose blocks have most of the registers.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     add_step,
     along,
     load_scales,
+    load_staged,
+    load_token_scales,
     load_tokens,
     masked,
     ragged,
@@ -115,4 +120,44 @@ def add_product_of_stages(
             x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
             scale, zero = load_factors(weights, step + 1, COLUMNS, C, W, SOME)
         acc = add_step(acc, now, HAS, W, DTYPE, SIZES)
+    return acc
+
+
+@gluon.jit
+def all_codes(
+    weights, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr,
+    SOME: gl.constexpr,
+):  # fmt: skip
+    """(stages that codes of all steps are on their way to, their scales and zero points)."""
+    layout: gl.constexpr = words_layout(SIZES, W.bits)
+    S: gl.constexpr = layout.shape[0]
+    M: gl.constexpr = layout.shape[1]
+    X: gl.constexpr = layout.shape[2]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    stages = ()
+    factors = ()
+    for step in gl.static_range(steps_of(COLUMNS, C)):
+        held = gl.allocate_shared_memory(weights[0].dtype.element_ty, [S, M, X], plain)
+        copy_step(held, weights, step, COLUMNS, C, W, SIZES, SOME)
+        stages = stages + (held,)  # noqa: RUF005
+        factors = factors + (load_factors(weights, step, COLUMNS, C, W, SOME),)  # noqa: RUF005
+    return stages, factors
+
+
+@gluon.jit
+def add_product_of_all(
+    acc, codes, tokens, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+    DTYPE: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
+    """acc and the products of all steps of a part with one token, whose steps are `staged`."""
+    stages, factors = codes
+    steps, x_scale_ptr, t_at = tokens
+    layout: gl.constexpr = words_layout(SIZES, W.bits)
+    wait(0)
+    for step in gl.static_range(steps_of(COLUMNS, C)):
+        x = load_staged(steps[step], W, SIZES)
+        t = load_token_scales(x_scale_ptr, t_at, step, COLUMNS, C, W)
+        scale, zero = factors[step]
+        now = ((stages[step].load(layout), scale, zero), x, t)
+        acc = add_step(acc, now, x_scale_ptr is not None, W, DTYPE, SIZES)
     return acc
