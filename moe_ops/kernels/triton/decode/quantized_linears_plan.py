@@ -17,7 +17,6 @@ from moe_ops.kernels.triton.decode.linears_plan import power_below
 from moe_ops.kernels.triton.experts.products.register_stream import Stream
 from moe_ops.kernels.triton.launch import stages_within
 
-
 MOST_HELD = 96 * 1024  # bytes of codes of a program in shared memory
 
 
