@@ -17,8 +17,7 @@ from triton.experimental.gluon import language as gluon_language
 from moe_ops.kernels.triton import activation
 from moe_ops.kernels.triton import launch as launches
 from moe_ops.kernels.triton.decode import (
-    coded,
-    linears,
+    blocks,
     linears_gluon,
     norm,
     one_query,
@@ -245,7 +244,7 @@ def functions() -> dict[str, Any]:
     products = (
         register_stream_steps, register_stream_shared, register_stream_adapters, *STREAMS
     )  # fmt: skip
-    modules = (activation, launches, sort, coded, linears, norm, one_query, rope)
+    modules = (activation, launches, sort, blocks, norm, one_query, rope)
     names = functions_of(
         (*modules, *DECODERS, *products),
         COLUMNS_OF_STEP=register_stream_steps.STEP,

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import STEP
+from moe_ops.kernels.triton.decode.blocks import MOST, bias_of, rows_of, write_all, write_columns
 from moe_ops.kernels.triton.decode.linears_plan import LinearsPlan, plan_for
 from moe_ops.kernels.triton.decode.norm import (
     Norm,
@@ -38,9 +39,6 @@ from moe_ops.kernels.triton.launch import (
     take_turn,
 )
 from moe_ops.kernels.triton.replay import launch
-from moe_ops.registry.backend import is_aligned
-
-MOST = 4  # weights of a launch
 
 
 @on_its_device
@@ -158,61 +156,9 @@ def outputs_stream(x_TK: Tensor, weights: Sequence[Tensor], normed: bool) -> Str
     outputs, most = sum(w.shape[0] for w in weights), 16 * processors(x_TK)
     if outputs > most or K > steps * 16 * STEP or K % 8 or x_TK.stride(0) % 8:
         return None
-    if not all(map(is_aligned, (x_TK, *weights))):
+    if any(t.data_ptr() % 16 for t in (x_TK, *weights)):
         return None
     return Stream(S=16, C=16, NT=triton.next_power_of_2(triton.cdiv(T, 8)))
-
-
-@triton.jit
-def rows_of(
-    w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """(number, address, rows, size) of this program's weight: rows from `size` on are not there."""
-    block = tl.program_id(0)
-    g, first, size, w_ptr = 0 * block, 0 * block, 0 * block + N0, w0_ptr
-    if block >= F1:
-        g, first, size, w_ptr = 0 * block + 1, 0 * block + F1, 0 * block + N1, w1_ptr
-    if block >= F2:
-        g, first, size, w_ptr = 0 * block + 2, 0 * block + F2, 0 * block + N2, w2_ptr
-    if block >= F3:
-        g, first, size, w_ptr = 0 * block + 3, 0 * block + F3, 0 * block + N3, w3_ptr
-    return g, w_ptr, (block - first) * BN + tl.arange(0, BN), size
-
-
-@triton.jit
-def bias_of(b0_ptr, b1_ptr, b2_ptr, b3_ptr, g, n_N, size):
-    """The bias of rows of this program's weight in float32, None where no weight has one."""
-    bias_N = None
-    if b0_ptr is not None or b1_ptr is not None or b2_ptr is not None or b3_ptr is not None:
-        bias_N = 0.0 * n_N
-    if b0_ptr is not None:
-        bias_N += tl.load(b0_ptr + n_N, mask=n_N < tl.where(g == 0, size, 0), other=0.0)
-    if b1_ptr is not None:
-        bias_N += tl.load(b1_ptr + n_N, mask=n_N < tl.where(g == 1, size, 0), other=0.0)
-    if b2_ptr is not None:
-        bias_N += tl.load(b2_ptr + n_N, mask=n_N < tl.where(g == 2, size, 0), other=0.0)
-    if b3_ptr is not None:
-        bias_N += tl.load(b3_ptr + n_N, mask=n_N < tl.where(g == 3, size, 0), other=0.0)
-    return bias_N
-
-
-@triton.jit
-def write(acc_N, n_N, end, y_ptr):
-    """Store at rows of one of the weights before the end."""
-    tl.store(y_ptr + n_N, acc_N.to(y_ptr.dtype.element_ty), mask=n_N < end)
-
-
-@triton.jit
-def write_all(acc_N, n_N, g, size, y0_ptr, y1_ptr, y2_ptr, y3_ptr):
-    """Store where this program's weight has its results."""
-    write(acc_N, n_N, tl.where(g == 0, size, 0), y0_ptr)
-    if y1_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 1, size, 0), y1_ptr)
-    if y2_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 2, size, 0), y2_ptr)
-    if y3_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 3, size, 0), y3_ptr)
 
 
 @triton.jit
@@ -266,20 +212,6 @@ def linears_one(
     if bias_N is not None:
         acc_N += bias_N
     write_all(acc_N, n_N, g, size, y0_ptr, y1_ptr, y2_ptr, y3_ptr)
-
-
-@triton.jit
-def write_columns(acc_NT, n_N, end, T, b_ptr, y_ptr, N: tl.constexpr, BT: tl.constexpr):
-    """Add a bias and store, at rows of one of the weights before the end, and the input's."""
-    here_N = n_N < end
-    if b_ptr is not None:
-        acc_NT += tl.load(b_ptr + n_N, mask=here_N, other=0.0).to(tl.float32)[:, None]
-    t_T = tl.arange(0, BT)
-    tl.store(
-        y_ptr + t_T[None, :] * N + n_N[:, None],
-        acc_NT.to(y_ptr.dtype.element_ty),
-        mask=here_N[:, None] & (t_T < T)[None, :],
-    )
 
 
 # One compiled kernel serves several numbers of rows.

@@ -14,8 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from moe_ops.kernels.triton.decode.coded import one_of, place_of_block
-from moe_ops.kernels.triton.decode.linears import bias_of
+from moe_ops.kernels.triton.decode.blocks import bias_of, one_of, place_of_block
 from moe_ops.kernels.triton.decode.norm import normed_of, sum_at
 from moe_ops.kernels.triton.decode.quantized_stream_gluon import store_columns
 from moe_ops.kernels.triton.experts.products.register_stream_gluon import summed
@@ -83,6 +82,16 @@ def load_gains(gain_ptr, K: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def load_rows(x_N, residual_N, K: gl.constexpr, layout: gl.constexpr):
+    """All steps [S, N, 128] of rows, with what is added to them."""
+    rows = ()
+    for step in gl.static_range(steps_of(K, layout.shape[0])):
+        k, inside = columns_of(step, K, layout)
+        rows = rows + (sum_at(x_N, residual_N, k, inside),)  # noqa: RUF005
+    return rows
+
+
+@gluon.jit
 def rows_of_input(
     x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr, gains, T, stride_x, stride_r,
     K: gl.constexpr, layout: gl.constexpr, EPS: gl.constexpr, SHIFT: gl.constexpr,
@@ -93,14 +102,10 @@ def rows_of_input(
     L: gl.constexpr = steps_of(K, layout.shape[0])
     t = gl.arange(0, layout.shape[1], along(layout, 1))
     t_N = gl.minimum(t, T - 1).to(gl.int64)[None, :, None]
-    rows = ()
-    residual_N = residual_ptr
-    if residual_ptr is not None:
-        residual_N = residual_ptr + t_N * stride_r
-    for step in gl.static_range(L):
-        k, inside = columns_of(step, K, layout)
-        row = sum_at(x_ptr + t_N * stride_x, residual_N, k, inside)
-        rows = rows + (row,)  # noqa: RUF005
+    if residual_ptr is None:
+        rows = load_rows(x_ptr + t_N * stride_x, residual_ptr, K, layout)
+    else:
+        rows = load_rows(x_ptr + t_N * stride_x, residual_ptr + t_N * stride_r, K, layout)
     if gain_ptr is not None:
         squares = rows[0] * rows[0]
         for step in gl.static_range(1, L):
@@ -117,8 +122,8 @@ def rows_of_input(
                 normed_ptr + t_N * K + k, n.to(normed_ptr.dtype.element_ty), mask=mine & inside
             )
             if sum_ptr is not None:
-                total = rows[step].to(sum_ptr.dtype.element_ty)
-                gl.store(sum_ptr + t_N * K + k, total, mask=mine & inside)
+                s = rows[step].to(sum_ptr.dtype.element_ty)
+                gl.store(sum_ptr + t_N * K + k, s, mask=mine & inside)
         rows = normed
     return rows
 

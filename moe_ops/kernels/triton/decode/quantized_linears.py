@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import in_words
-from moe_ops.kernels.triton.decode.coded import Coded, one_of
-from moe_ops.kernels.triton.decode.linears import rows_of, write_columns
+from moe_ops.kernels.triton.decode.blocks import one_of, rows_of, write_columns
+from moe_ops.kernels.triton.decode.coded import Coded
 from moe_ops.kernels.triton.decode.norm import norm_of, norm_rows
 from moe_ops.kernels.triton.decode.quantized_linears_plan import QuantizedLinearsPlan, plan_for
 from moe_ops.kernels.triton.decode.quantized_row import multiplies_row, run_normed_row, run_row

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moe_ops.kernels.triton import STEP
+from moe_ops.kernels.triton.decode.blocks import MOST
 from moe_ops.kernels.triton.decode.coded import Coded
-from moe_ops.kernels.triton.decode.linears import MOST
 from moe_ops.kernels.triton.decode.norm import Norm
 from moe_ops.kernels.triton.decode.quantized_linears_plan import (
     row_stream_plan_for,

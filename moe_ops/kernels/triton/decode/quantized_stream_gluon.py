@@ -11,8 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_ops.kernels.triton.decode.coded import one_of, place_of_block
-from moe_ops.kernels.triton.decode.linears import bias_of
+from moe_ops.kernels.triton.decode.blocks import bias_of, one_of, place_of_block
 from moe_ops.kernels.triton.decode.norm import normed_of, sum_at
 from moe_ops.kernels.triton.experts.formats.scales import under_global
 from moe_ops.kernels.triton.experts.products.register_stream_gluon import (
@@ -143,6 +142,16 @@ def finite_size(x):
 
 
 @gluon.jit
+def row_of(x_ptr, residual_ptr, K: gl.constexpr, SIZES: gl.constexpr):
+    """All steps of the row, with what is added to it."""
+    rows = ()
+    for step in gl.static_range(steps_of(K, SIZES.S)):
+        k = columns_at(step, K, SIZES)
+        rows = rows + (sum_at(x_ptr, residual_ptr, k, k < K),)  # noqa: RUF005
+    return rows
+
+
+@gluon.jit
 def row_in_float16(
     x_ptr, residual_ptr, gain_ptr, sum_ptr, normed_ptr, gains, K: gl.constexpr,
     SIZES: gl.constexpr, EPS: gl.constexpr, SHIFT: gl.constexpr,
@@ -152,10 +161,7 @@ def row_in_float16(
     numbers of 11 bits or fewer stay as they are, but those that are 2**-29 of the largest or less.
     The first program writes the sum and what is normed."""
     L: gl.constexpr = steps_of(K, SIZES.S)
-    rows = ()
-    for step in gl.static_range(L):
-        k = columns_at(step, K, SIZES)
-        rows = rows + (sum_at(x_ptr, residual_ptr, k, k < K),)  # noqa: RUF005
+    rows = row_of(x_ptr, residual_ptr, K, SIZES)
     if gain_ptr is not None:
         squares = rows[0] * rows[0]
         for step in gl.static_range(1, L):

@@ -31,7 +31,7 @@ def sum_kernel(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     row_K = tl.load(inverse_ptr + t * K + k, mask=k < K, other=-1)
     mask_KD = (row_K >= 0)[:, None] & (d < D)[None, :]
-    weight_K, residual_D = 1.0, 0.0
+    weight_K, residual_D = row_K.to(tl.float32), 0.0  # anything, where there are none
     if weights_ptr is not None:
         weight_K = tl.load(weights_ptr + t * K + k, mask=row_K >= 0, other=0.0).to(tl.float32)
     if residual_ptr is not None:
