@@ -23,6 +23,7 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     along,
     by_columns,
     doublings,
+    eights_layout,
     ragged,
     steps_of,
     unit_layout,
@@ -33,15 +34,10 @@ from moe_ops.kernels.triton.launch import take_turn
 
 @gluon.constexpr_function
 def floats_layout(SIZES, OF_WEIGHTS):
-    """The layout of a step [S, X, 128] of weights or of rows of input: each of four threads has 32
-    columns side by side."""
+    """The layout of a step [S, X, 128] of weights or of rows of input."""
     X = 16 * SIZES.MW if OF_WEIGHTS else 8 * SIZES.NT
-    registers = doublings(32, 2)
-    registers += [[0, 8, 0]] if OF_WEIGHTS else doublings(SIZES.NT, 1, 8)
-    lanes = [*doublings(4, 2, 32), *doublings(8, 1)]
-    return gl.DistributedLinearLayout(
-        registers, lanes, warps_of(SIZES, OF_WEIGHTS), [], [SIZES.S, X, 128]
-    )
+    rows = [[0, 8, 0]] if OF_WEIGHTS else doublings(SIZES.NT, 1, 8)
+    return eights_layout(SIZES.S, X, 128, rows, warps_of(SIZES, OF_WEIGHTS))
 
 
 @gluon.jit

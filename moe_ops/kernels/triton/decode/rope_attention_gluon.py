@@ -19,7 +19,11 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from moe_ops.kernels.triton.decode.one_query import mask_at
 from moe_ops.kernels.triton.decode.rope import normed
 from moe_ops.kernels.triton.experts.products.register_stream_shared import commit, cp_async, wait
-from moe_ops.kernels.triton.experts.products.register_stream_steps import by_columns, doublings
+from moe_ops.kernels.triton.experts.products.register_stream_steps import (
+    by_columns,
+    doublings,
+    eights_layout,
+)
 from moe_ops.kernels.triton.launch import await_turn, let_next_begin
 
 SHARES = gl.constexpr(8)  # warps
@@ -33,21 +37,9 @@ def heads_layout(S, D):
 
 
 @gluon.constexpr_function
-def keys_layout(S, C, D):
-    """The layout of keys [S, C, D]: a thread has a quarter of a row, 16 bytes side by side."""
-    run = D // 4
-    registers = [*doublings(run, 2), *doublings(C // 8, 1, 8)]
-    lanes = [*doublings(4, 2, run), *doublings(8, 1)]
-    return gl.DistributedLinearLayout(registers, lanes, doublings(S, 0), [], [S, C, D])
-
-
-@gluon.constexpr_function
-def queries_layout(S, R, D):
-    """The layout of rows of queries [S, R, D], the same in all shares, beside such keys."""
-    run = D // 4
-    registers = [*doublings(run, 2), *doublings(R // 8, 1, 8)]
-    lanes = [*doublings(4, 2, run), *doublings(8, 1)]
-    return gl.DistributedLinearLayout(registers, lanes, doublings(S, 0), [], [S, R, D])
+def rows_layout(S, X, D):
+    """The layout of keys, or of queries beside them, [S, X, D]."""
+    return eights_layout(S, X, D, doublings(X // 8, 1, 8), doublings(S, 0))
 
 
 @gluon.constexpr_function
@@ -104,7 +96,7 @@ def rope_attention_short(
         cos_ptr += b * W
         sin_ptr += b * W
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [S, 1, 1], [1, 16, 8])
-    of_keys: gl.constexpr = keys_layout(S, C, D)
+    of_keys: gl.constexpr = rows_layout(S, C, D)
     of_values: gl.constexpr = values_layout(S, C, DV)
     of_heads: gl.constexpr = heads_layout(S, D)
     of_parts: gl.constexpr = parts_layout(S, HEADS, DV)
@@ -170,7 +162,7 @@ def rope_attention_short(
     let_next_begin(PDL)  # not before: what that prefetches would be in the way
 
     wait(0)
-    queries: gl.constexpr = queries_layout(S, HEADS, D)
+    queries: gl.constexpr = rows_layout(S, HEADS, D)
     q_SRD = q_held.load(gl.SliceLayout(0, queries))[None, :, :]
     q_SRD, _ = gl.broadcast(q_SRD, gl.zeros([S, HEADS, D], q_SRD.dtype, queries))
     q_SRD = in_rows(by_columns(q_SRD))

@@ -103,6 +103,15 @@ def staged_layout(SIZES, EACH):
 
 
 @gluon.constexpr_function
+def eights_layout(S, X, D, rows, warps):
+    """The layout of rows [S, X, D] of 16-bit numbers, of which threads have eight at once, and four
+    threads a row; which further rows a thread has, and which warps have what."""
+    registers = [*doublings(8, 2), *doublings(D // 32, 2, 32), *rows]
+    lanes = [*doublings(4, 2, 8), *doublings(8, 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [S, X, D])
+
+
+@gluon.constexpr_function
 def one_a_step(W):
     """Whether one scale serves all columns of a step."""
     return W.across in (-1, STEP)
@@ -190,11 +199,12 @@ def values_of_8(w, INT8: gl.constexpr, DTYPE: gl.constexpr):
 @gluon.jit
 def by_columns(x):
     """[S, X, D] of 16-bit numbers with columns in the order in which the matrix unit takes those
-    of a quarter of a row from one thread."""
+    of `eights_layout`."""
     S: gl.constexpr = x.shape[0]
     X: gl.constexpr = x.shape[1]
     D: gl.constexpr = x.shape[2]
-    return x.reshape([S, X, 4, D // 32, 2, 4]).permute([0, 1, 3, 5, 2, 4]).reshape([S, X, D])
+    x = x.reshape([S, X, D // 32, 4, 2, 2, 2]).permute([0, 1, 2, 4, 5, 3, 6])
+    return x.reshape([S, X, D])
 
 
 @gluon.jit
