@@ -212,7 +212,7 @@ def one_streams(K: int, layer: Experts) -> Streams:
     if codes.bits == 4 and codes.one_a_step:
         if D * width >= LARGE:
             return Streams(up=replace(up, MT=2), down=replace(down, MT=2, ahead=3))
-        return Streams(up=replace(up, stages=1), down=replace(down, stages=1))
+        return Streams(up=up, down=replace(down, ahead=8))
     if codes.bits == 6:  # as four bits without sums by step; no other was tried
         return Streams(up=replace(up, MT=2), down=replace(down, ahead=3))
     if codes.weight.element == "float4_e2m1":

@@ -21,9 +21,11 @@ from moe_ops.kernels.triton.decode import (
     linears_gluon,
     norm,
     one_query,
+    quantized_row_gluon,
     quantized_stream_gluon,
     rope,
     rope_attention_gluon,
+    rows_gluon,
 )
 from moe_ops.kernels.triton.experts.formats import (
     codes,
@@ -36,7 +38,6 @@ from moe_ops.kernels.triton.experts.formats import (
 from moe_ops.kernels.triton.experts.products import (
     register_stream_adapters,
     register_stream_gluon,
-    register_stream_shared,
     register_stream_steps,
 )
 from moe_ops.kernels.triton.experts.schedule import sort
@@ -44,6 +45,7 @@ from moe_ops.kernels.triton.experts.schedule import sort
 STREAMS = (
     register_stream_gluon,
     quantized_stream_gluon,
+    quantized_row_gluon,
     linears_gluon,
     rope_attention_gluon,
 )
@@ -241,9 +243,7 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
-    products = (
-        register_stream_steps, register_stream_shared, register_stream_adapters, *STREAMS
-    )  # fmt: skip
+    products = (register_stream_steps, register_stream_adapters, rows_gluon, *STREAMS)
     modules = (activation, launches, sort, blocks, norm, one_query, rope)
     names = functions_of(
         (*modules, *DECODERS, *products),

@@ -171,15 +171,8 @@ def test_a_token_that_is_no_number_stays_alone(formats: tuple[str, str]) -> None
 
 # Each with every format of USUAL, by one kernel or the other.
 STREAMS = (
-    Stream(S=8, C=4, ahead=3),
-    Stream(MW=4, MT=2, NT=2),
-    Stream(S=8, C=8, ahead=1),
-    Stream(S=2, C=2, MW=2, ahead=6),
-    Stream(S=4, C=2, MT=2),
-    Stream(MW=4, ahead=4),
-)
-STAGED = (
-    Stream(MW=2, MT=2, stages=3), Stream(S=2, C=2, NT=2, stages=4), Stream(MW=4, stages=6),
+    Stream(S=8, C=4, ahead=3), Stream(MW=4, MT=2, NT=2), Stream(S=8, C=8, ahead=1),
+    Stream(S=2, C=2, MW=2, ahead=6), Stream(S=4, C=2, MT=2), Stream(MW=4, ahead=4),
 )  # fmt: skip
 EACH_STREAM = [
     pytest.param(
@@ -197,16 +190,6 @@ def test_every_shape_of_a_tile(kernel: str, formats: tuple[str, str], stream: St
     whole = replace(stream, C=stream.S)
     streams = Streams(up=whole, down=stream if kernel == "tiny" else whole)
     check(kernel, call_of(case, *formats), streams)
-
-
-STAGED_FORMATS = [f for f in FORMATS if "6_e" not in f[0]]  # codes of six bits come in three parts
-
-
-@pytest.mark.parametrize("stream", STAGED, ids=str)
-@pytest.mark.parametrize("formats", those_of(USUAL[:2], STAGED_FORMATS), ids=str)
-def test_codes_that_wait_in_shared_memory(formats: tuple[str, str], stream: Stream) -> None:
-    case = Case(name="wide", T=11, E=2, K=2, D=480, I=352)
-    check("rows", call_of(case, *formats), Streams(up=stream, down=stream))
 
 
 @each_format

@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @in_turn(
-    pytest.mark.parametrize("T", [2, 8, 9, 32]),
+    pytest.mark.parametrize("T", [2, 5, 8]),
     pytest.mark.parametrize("K", [2048, 352, 1024, 40]),
     pytest.mark.parametrize("sizes", [(128,), (33, 1, 20), (5, 16, 7, 31, 9)], ids=str),
     pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"]),
@@ -57,9 +57,9 @@ def test_against_float64(
 
 
 def test_rows_do_not_depend_on_how_many_there_are() -> None:
-    x, w = torch.randn(32, 2048).to(F16), [torch.randn(64, 2048).to(F16)]
+    x, w = torch.randn(8, 2048).to(F16), [torch.randn(64, 2048).to(F16)]
     (want,) = kernels.run(x, w, [None])
-    for T in (2, 9):
+    for T in (2, 7):
         assert torch.equal(kernels.run(x[:T], w, [None])[0], want[:T])
 
 
@@ -101,14 +101,13 @@ def test_what_it_is_for() -> None:
         x = torch.empty(T, K, dtype=BF16, device="meta")
         return kernels.outputs_stream(x, w, normed) is not None
 
-    assert streams(2, 128, 2048) and streams(32, 2112, 2048) and streams(8, 32, 4096)
-    assert streams(8, 128, 2048, True) and not streams(9, 128, 2048, True)
-    assert not streams(1, 128, 2048) and not streams(33, 128, 2048)
-    assert not streams(8, 128, 2056, True) and not streams(17, 128, 2056)
+    assert streams(2, 128, 2048) and streams(8, 2112, 2048) and streams(8, 32, 4096)
+    assert streams(8, 128, 2048, True) and not streams(8, 128, 2056, True)
+    assert not streams(1, 128, 2048) and not streams(9, 128, 2048)
     assert not streams(8, 2113, 2048) and not streams(8, 128, 4104) and not streams(8, 128, 1996)
 
 
-@pytest.mark.parametrize("T", [2, 16])
+@pytest.mark.parametrize("T", [2, 8])
 @pytest.mark.parametrize("K", [2880, 4096])
 def test_two_steps(K: int, T: int, launched: list[str]) -> None:
     x, w = torch.randn(T, K).to(F16), torch.randn(24, K).to(F16)

@@ -146,19 +146,19 @@ def _launch(
 
 
 def outputs_stream(x_TK: Tensor, weights: Sequence[Tensor], normed: bool) -> Stream | None:
-    """The sizes of `linears_few_outputs` for a few rows, normed or not, and few outputs: a block of
-    16 warps that share columns, of which registers hold one or two steps of each. None for what
-    that is not for."""
+    """The sizes of `linears_few_outputs` for up to eight rows, normed or not, and few outputs: a
+    block of 16 warps that share columns, of which registers hold one or two steps of each. None for
+    what that is not for."""
     T, K = x_TK.shape
-    if not is_hopper(x_TK) or x_TK.dtype not in DTYPES or not 1 < T <= (8 if normed else 32):
+    if not is_hopper(x_TK) or x_TK.dtype not in DTYPES or not 1 < T <= 8:
         return None
-    steps = 1 if normed or T > 16 else 2
     outputs, most = sum(w.shape[0] for w in weights), 16 * processors(x_TK)
+    steps = 1 if normed else 2
     if outputs > most or K > steps * 16 * STEP or K % 8 or x_TK.stride(0) % 8:
         return None
     if any(t.data_ptr() % 16 for t in (x_TK, *weights)):
         return None
-    return Stream(S=16, C=16, NT=triton.next_power_of_2(triton.cdiv(T, 8)))
+    return Stream(S=16, C=16)
 
 
 @triton.jit

@@ -17,13 +17,11 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from moe_ops.kernels.triton.decode.blocks import bias_of, one_of, place_of_block
 from moe_ops.kernels.triton.decode.norm import normed_of, sum_at
 from moe_ops.kernels.triton.decode.quantized_stream_gluon import store_columns
-from moe_ops.kernels.triton.experts.products.register_stream_gluon import summed
+from moe_ops.kernels.triton.decode.rows_gluon import by_columns, eights_layout, sum_of_shares
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     along,
-    by_columns,
     doublings,
-    eights_layout,
     ragged,
     steps_of,
     unit_layout,
@@ -161,7 +159,7 @@ def linears_few_outputs(
         x = by_columns(rows[step].to(w.dtype)).permute([0, 2, 1])
         x = gl.convert_layout(x, gl.DotOperandLayout(1, unit, 2), assert_trivial=True)
         acc = mma_v2(w, x, acc)
-    total = summed(acc, None, gl.float32)
+    total = sum_of_shares(acc)
     layout: gl.constexpr = gl.SliceLayout(1, total.type.layout)
     if bias_M is not None:
         total += gl.convert_layout(bias_M, layout)[:, None]

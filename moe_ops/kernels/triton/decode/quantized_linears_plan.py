@@ -17,8 +17,6 @@ from moe_ops.kernels.triton.decode.linears_plan import power_below
 from moe_ops.kernels.triton.experts.products.register_stream import Stream
 from moe_ops.kernels.triton.launch import stages_within
 
-MOST_HELD = 96 * 1024  # bytes of codes of a program in shared memory
-
 
 class QuantizedLinearsPlan(NamedTuple):
     """A program has `rows` rows of weights and takes them `step` columns at a time."""
@@ -67,12 +65,11 @@ def stream_plan_for(T: int, K: int, across: int) -> Stream:
 
 @functools.cache
 def row_stream_plan_for(K: int, bits: int) -> Stream:
-    """The plan for one row of input and weights of K columns: warps share columns until each has
-    two steps, or four of four bits, which wait in shared memory unless they are too many."""
+    """The plan for one row of input and weights of K columns through the matrix units: warps share
+    columns until each has two steps, or four of four bits, which it asks for at once."""
     steps = triton.cdiv(K, STEP)
     S = power_below(max(1, min(16, steps * bits // 16)))
-    held = 16 * K * bits // 8 <= MOST_HELD
-    return Stream(S=S, C=S, ahead=32 // bits, stages=int(held))
+    return Stream(S=S, C=S, ahead=min(triton.cdiv(steps, S), 32 // bits))
 
 
 @functools.cache

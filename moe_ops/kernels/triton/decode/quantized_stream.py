@@ -1,5 +1,5 @@
-"""Linear layers of a few rows whose weights are codes, on Hopper: `quantized_stream_gluon.py`
-launched."""
+"""Linear layers of a few rows whose weights are codes, on Hopper: `quantized_stream_gluon.py` and,
+of one row, `quantized_row_gluon.py` launched."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _launch_row(
     plan: Stream | None,
     norm: Norm | None = None,
 ) -> None:
-    from moe_ops.kernels.triton.decode import quantized_stream_gluon as kernels
+    from moe_ops.kernels.triton.decode import quantized_row_gluon as kernels
 
     K, weight = x_TK.shape[1], layers.weight
     if plan is None:

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from moe_ops.kernels.triton.decode.one_query import mask_at
 from moe_ops.kernels.triton.decode.rope import normed
-from moe_ops.kernels.triton.experts.products.register_stream_shared import commit, cp_async, wait
-from moe_ops.kernels.triton.experts.products.register_stream_steps import (
-    by_columns,
-    doublings,
-    eights_layout,
-)
+from moe_ops.kernels.triton.decode.rows_gluon import by_columns, eights_layout
+from moe_ops.kernels.triton.experts.products.register_stream_steps import doublings
 from moe_ops.kernels.triton.launch import await_turn, let_next_begin
+
+cp_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+commit, wait = async_copy.commit_group, async_copy.wait_group
 
 SHARES = gl.constexpr(8)  # warps
 ROWS = gl.constexpr(16)  # of the matrix unit

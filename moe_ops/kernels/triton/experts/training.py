@@ -136,11 +136,9 @@ def _backward(
         add_bias_dots(grad_TD, b2_ED, rows_R, ends_E, dweights_TK)
     added13 = added_rows(dy_RF, order, adapters, pair13, K, E, of_tokens=False)
     dx_RD = new(R if for_tokens else 0, D)
-    # Ahead of the product, behind which `sum_rows` wants it.
-    inverse_R = inverse_of(rows_R) if for_tokens and T > 0 else None
     args = dy_RF, None, ends_E, w13_EDF, None, dx_RD, None, LINEAR, tiles, wgmma[1]
     product(*args, added=added13)
-    dx_TD = new(0, D) if inverse_R is None else sum_rows(dx_RD, inverse_R, None, K)
+    dx_TD = sum_rows(dx_RD, inverse_of(rows_R), None, K) if for_tokens and T > 0 else new(0, D)
     return dx_TD, dweights_TK, dy_RF, wh_RI, added13, added2
 
 

@@ -21,20 +21,18 @@ from moe_ops.kernels.triton.replay import launch
 @dataclass(frozen=True, eq=False)
 class Sizes(Constant):
     """The sizes of a tile, SIZES of kernels: S shares, MW warps along rows, MT tiles of 16 rows for
-    each warp, NT tiles of 8 tokens; stages of codes in shared memory, or none, if registers hold
-    them."""
+    each warp, NT tiles of 8 tokens."""
 
     S: int
     MW: int
     MT: int
     NT: int
-    stages: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The sizes of a launch: S, MW, MT, NT and stages as in `Sizes`, C parts of the columns, and
-    how many steps ahead codes are loaded into registers."""
+    """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, and how many
+    steps ahead codes are loaded."""
 
     S: int = 1
     MW: int = 1
@@ -42,7 +40,6 @@ class Stream:
     NT: int = 1
     C: int = 1
     ahead: int = 2
-    stages: int = 0
 
     @property
     def warps(self) -> int:
@@ -50,7 +47,7 @@ class Stream:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.S, self.MW, self.MT, self.NT, self.stages)
+        return Sizes(self.S, self.MW, self.MT, self.NT)
 
     @property
     def rows(self) -> int:

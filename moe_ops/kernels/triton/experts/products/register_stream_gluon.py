@@ -27,24 +27,13 @@ from moe_ops.kernels.triton.experts.products.register_stream_adapters import (
     add_adapter,
     add_to_one,
 )
-from moe_ops.kernels.triton.experts.products.register_stream_shared import (
-    add_product_of_all,
-    add_product_of_stages,
-    all_codes,
-    first_stages,
-)
 from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
-    add_product_of_one,
     along,
-    doublings,
-    first_codes,
     one_a_step,
     part_groups,
     scales_layout,
-    staged_layout,
-    staged_token,
     steps_of,
     token_groups,
     tokens_layout,
@@ -56,18 +45,21 @@ from moe_ops.kernels.triton.launch import take_turn
 
 
 @gluon.jit
-def rows_at(
-    w_ptr, e_S, row_M, ROWS: gl.constexpr, COLUMNS: gl.constexpr, C: gl.constexpr,
-    W: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
+def product_of(
+    w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    C: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
+    SOME: gl.constexpr, WAIT: gl.constexpr,
 ):  # fmt: skip
-    """(addresses [S, M] of rows of the experts of shares, whether these exist, where scales begin
-    and end); of SOME shares the expert may be -1."""
+    """[S, M, N]: products of rows of the experts of shares with tokens; of SOME shares, those whose
+    expert is not -1."""
     BITS: gl.constexpr = W.bits
     GROUP: gl.constexpr = W.across
     WORD: gl.constexpr = 64 if BITS == 6 else 32  # bits of a word as it is loaded
     words: gl.constexpr = words_layout(SIZES, BITS)
     mma: gl.constexpr = unit_layout(SIZES)
     S: gl.constexpr = words.shape[0]
+    M: gl.constexpr = words.shape[1]
+    N: gl.constexpr = tokens[0].shape[1]
     part_S = gl.arange(0, S, along(words, 0)) % C * (steps_of(COLUMNS, C) * COLUMNS_OF_STEP)
     here_S = e_S >= 0
     if SOME:
@@ -88,74 +80,14 @@ def rows_at(
         group = gl.arange(0, layout.shape[2], along(layout, 2)) * EACH // GROUP
         at = gl.convert_layout(at, gl.SliceLayout(2, layout))[:, :, None] + group[None, None, :]
         end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
-    return w_SM, here_S, at, end
-
-
-@gluon.jit
-def no_sums(SIZES: gl.constexpr):
-    """[S, M, N] of zeros."""
-    S: gl.constexpr = SIZES.S
-    M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
-    N: gl.constexpr = 8 * SIZES.NT
-    return gl.zeros([S, M, N], gl.float32, unit_layout(SIZES))
-
-
-@gluon.jit
-def scales_of_rows(weights, W: gl.constexpr):
-    """Scales [S, M] of rows, where each has one; else anything."""
-    _, _, w_scale_ptr, _, at, end = weights
-    scale = at
-    if W.across == -1:
-        scale = gl.load(w_scale_ptr + at, mask=at < end, other=0)
-    return scale
-
-
-@gluon.jit
-def scaled_by_row(acc, scale, W: gl.constexpr):
-    """acc, times scales of rows, where each has one."""
-    if W.across == -1:
-        KIND: gl.constexpr = W.kind
-        acc *= finite(scale_of(scale, KIND))[:, :, None]
-    return acc
-
-
-@gluon.jit
-def product_of(
-    w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    C: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
-    SOME: gl.constexpr, WAIT: gl.constexpr,
-):  # fmt: skip
-    """[S, M, N]: products of rows of the experts of shares with tokens; of SOME shares, those whose
-    expert is not -1. Codes of the first steps are loaded before this waits for the launch before
-    it, if it does. Addresses of tokens are [S, N], or [S] of one."""
-    w_SM, here_S, at, end = rows_at(w_ptr, e_S, row_M, ROWS, COLUMNS, C, W, SIZES, SOME)
+    acc = gl.zeros([S, M, N], gl.float32, mma)
     weights = (w_SM, here_S, w_scale_ptr, w_zero_ptr, at, end)
-    scale = scales_of_rows(weights, W)
-    acc = no_sums(SIZES)
-    x, x_scale_ptr, t_at = tokens
-    ONE: gl.constexpr = len(x.shape) == 1
-    HELD: gl.constexpr = SIZES.stages > 0
-    if ONE and HELD:
-        codes = all_codes(weights, COLUMNS, C, W, SIZES, SOME)
-    elif HELD:
-        stages = first_stages(weights, COLUMNS, C, W, SIZES, SOME)
-    else:
-        ring = first_codes(weights, COLUMNS, C, W, P, SIZES, SOME)
-    take_turn(WAIT)
-    if ONE:
-        steps = staged_token(x, here_S, COLUMNS, C, W, SIZES, SOME)
-        one = (steps, x_scale_ptr, t_at)
-        if HELD:
-            acc = add_product_of_all(acc, codes, one, COLUMNS, C, W, DTYPE, SIZES)
-        else:
-            acc = add_product_of_one(acc, weights, ring, one, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
-    elif HELD:
-        acc = add_product_of_stages(acc, weights, stages, tokens, COLUMNS, C, W, DTYPE, SIZES, SOME)
-    else:
-        acc = add_product(acc, weights, ring, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME)
-    acc = scaled_by_row(acc, scale, W)
+    acc = add_product(acc, weights, tokens, COLUMNS, C, W, DTYPE, P, SIZES, SOME, WAIT)
     if by_row(W):
-        acc *= gl.load(x_scale_ptr + t_at, mask=t_at >= 0, other=0.0)[:, None, :]
+        KIND: gl.constexpr = W.kind
+        scale = finite(scale_of(gl.load(w_scale_ptr + at, mask=at < end, other=0), KIND))
+        t = gl.load(tokens[1] + tokens[2], mask=tokens[2] >= 0, other=0.0)
+        acc *= scale[:, :, None] * t[:, None, :]
     return acc
 
 
@@ -209,31 +141,12 @@ def activated(acc, ACT: gl.constexpr):
     return h
 
 
-@gluon.constexpr_function
-def sums_layout(S, M, N, warps):
-    """The layout of sums [S, M, N] of which a thread has all shares, and of a pair of rows eight
-    apart both."""
-    rest = [*doublings(N, 2), *doublings(8, 1), *doublings(M // 16, 1, 16)]
-    lanes, rest = rest[:5], rest[5:]
-    across = warps.bit_length() - 1
-    of_warps = (rest + [[0, 0, 0]] * across)[:across]
-    registers = [*doublings(S, 0), [0, 8, 0], *rest[across:]]
-    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [S, M, N])
-
-
 @gluon.jit
 def summed(acc, W: gl.constexpr, DTYPE: gl.constexpr):
-    """The sum over shares, [M, N], in their order."""
-    S: gl.constexpr = acc.shape[0]
-    M: gl.constexpr = acc.shape[1]
-    N: gl.constexpr = acc.shape[2]
-    if S == 1:
-        return rescaled(acc.reshape([M, N]), W, DTYPE)
+    """The sum over shares, [M, N]."""
+    if acc.shape[0] == 1:
+        return rescaled(acc.reshape([acc.shape[1], acc.shape[2]]), W, DTYPE)
     else:
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        held = gl.allocate_shared_memory(gl.float32, [S, M, N], plain)
-        held.store(acc)
-        acc = held.load(sums_layout(S, M, N, gl.num_warps()))
         return rescaled(gl.sum(acc, 0), W, DTYPE)
 
 
@@ -286,11 +199,10 @@ def one_up(
         return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
-    _, _, s_t, n_t = token_vectors(SIZES, W, EACH)
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     # The one token for all columns of a tile, of which the first counts.
-    s = gl.arange(0, S, along(staged_layout(SIZES, EACH), 0))
-    x_S = x_ptr + s * (L * COLUMNS_OF_STEP // EACH)
-    tokens = (x_S, x_scale_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
+    x_SN = x_ptr + (s * (L * COLUMNS_OF_STEP // EACH))[:, None] + 0 * n[None, :]
+    tokens = (x_SN, x_scale_ptr, (s_t * part_groups(D, S, W))[:, None] + 0 * n_t[None, :])
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False,
@@ -326,8 +238,7 @@ def one_down(
     GROUPS: gl.constexpr = token_groups(I, W)
     words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(gl.program_id(0) * M + gl.arange(0, M, along(words, 1)), D - 1)
-    _, _, s_t, n_t = token_vectors(SIZES, W, EACH)
-    s = gl.arange(0, S, along(staged_layout(SIZES, EACH), 0))
+    s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     s_w = gl.arange(0, S, along(words, 0))
     ROUNDS: gl.constexpr = (K * C + S - 1) // S
     N: gl.constexpr = 8 * SIZES.NT
@@ -341,7 +252,8 @@ def one_down(
         # Of experts that are elsewhere h, and so its scale, is what memory held: it may be NaN.
         here_S = gl.convert_layout(e_S < E, s_t.type.layout)
         t_S = gl.where(here_S, (first + s_t // C) * GROUPS + s_t % C * part_groups(I, C, W), -1)
-        tokens = (h_ptr + h_S, h_scale_ptr, t_S[:, None] + 0 * n_t[None, :])
+        h_SN = h_ptr + h_S[:, None] + 0 * n[None, :]
+        tokens = (h_SN, h_scale_ptr, t_S[:, None] + 0 * n_t[None, :])
         part = product_of(
             w_ptr, w_scale_ptr, w_zero_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W,
             DTYPE, P, SIZES, True, PDL and narrow_ptr is None and round == 0,

@@ -32,6 +32,7 @@ from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, pairs_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of, scale_pairs
 from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
+from moe_ops.kernels.triton.launch import take_turn
 
 COLUMNS_OF_STEP = gl.constexpr(STEP)
 
@@ -91,24 +92,6 @@ def tokens_layout(SIZES, BITS, EACH):
     lanes = [*doublings(4, 2, run // EACH), *doublings(8, 1)]
     shape = [SIZES.S, 8 * SIZES.NT, STEP // EACH]
     return gl.DistributedLinearLayout(registers, lanes, warps_of(SIZES, False), [], shape)
-
-
-@gluon.constexpr_function
-def staged_layout(SIZES, EACH):
-    """The layout in which a step of one token [S, 1, step / EACH] is loaded to be staged."""
-    lanes = doublings(32, 2, 4 // EACH)
-    shape = [SIZES.S, 1, STEP // EACH]
-    warps = warps_of(SIZES, False)
-    return gl.DistributedLinearLayout(doublings(4 // EACH, 2), lanes, warps, [], shape)
-
-
-@gluon.constexpr_function
-def eights_layout(S, X, D, rows, warps):
-    """The layout of rows [S, X, D] of 16-bit numbers, of which threads have eight at once, and four
-    threads a row; which further rows a thread has, and which warps have what."""
-    registers = [*doublings(8, 2), *doublings(D // 32, 2, 32), *rows]
-    lanes = [*doublings(4, 2, 8), *doublings(8, 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [S, X, D])
 
 
 @gluon.constexpr_function
@@ -197,17 +180,6 @@ def values_of_8(w, INT8: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def by_columns(x):
-    """[S, X, D] of 16-bit numbers with columns in the order in which the matrix unit takes those
-    of `eights_layout`."""
-    S: gl.constexpr = x.shape[0]
-    X: gl.constexpr = x.shape[1]
-    D: gl.constexpr = x.shape[2]
-    x = x.reshape([S, X, D // 32, 4, 2, 2, 2]).permute([0, 1, 2, 4, 5, 3, 6])
-    return x.reshape([S, X, D])
-
-
-@gluon.jit
 def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
     """Tokens of a step as the unit's second operand [S, 128, N]."""
     S: gl.constexpr = x.shape[0]
@@ -270,35 +242,6 @@ def load_step(
 
 
 @gluon.jit
-def staged(parts):
-    """Steps [S, 1, X] of one token, each in shared memory as [S, X]."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    steps = ()
-    for i in gl.static_range(len(parts)):
-        part = parts[i].reshape([parts[i].shape[0], parts[i].shape[2]])
-        held = gl.allocate_shared_memory(part.dtype, part.shape, plain)
-        held.store(part)
-        steps = steps + (held,)  # noqa: RUF005
-    return steps
-
-
-@gluon.jit
-def staged_token(
-    x_S, here_S, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr, SIZES: gl.constexpr,
-    SOME: gl.constexpr,
-):  # fmt: skip
-    """All steps of one token at addresses x_S [S], each share's part of it, in shared memory: so
-    they wait for the memory behind it once, and not step by step."""
-    EACH: gl.constexpr = 4 if x_S.dtype.element_ty == gl.int32 else 1
-    layout: gl.constexpr = staged_layout(SIZES, EACH)
-    parts = ()
-    for step in gl.static_range(steps_of(COLUMNS, C)):
-        part = load_step(x_S[:, None], here_S, step, COLUMNS, C, W, layout, SOME, "")
-        parts = parts + (part,)  # noqa: RUF005
-    return staged(parts)
-
-
-@gluon.jit
 def load_scales(ptr, at, end, step, W: gl.constexpr, MASKED: gl.constexpr):
     """Scales or zero points of a step, at `at`: of rows where those of a step are one, else of
     groups; 0 at and past the end."""
@@ -329,7 +272,7 @@ def load_all(
     else:
         w = load_step(w_SM, here_S, step, COLUMNS, C, W, layout, SOME, "evict_first")
     scale = at
-    if W.across != -1:  # else it leaves the sum
+    if not by_row(W):
         scale = load_scales(w_scale_ptr, at, end, step, W, MASKED)
     zero = scale
     if w_zero_ptr is not None:
@@ -347,60 +290,32 @@ def load_tokens(
     EACH: gl.constexpr = 4 if x_SN.dtype.element_ty == gl.int32 else 1
     layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
     x = load_step(x_SN, here_S, step, COLUMNS, C, W, layout, SOME, "")
-    return x, load_token_scales(x_scale_ptr, t_at, step, COLUMNS, C, W)
-
-
-@gluon.jit
-def load_staged(held, W: gl.constexpr, SIZES: gl.constexpr):
-    """A step of one token, as `load_tokens` gives it, for all columns of a tile."""
-    EACH: gl.constexpr = 4 if held.dtype == gl.int32 else 1
-    layout: gl.constexpr = tokens_layout(SIZES, W.bits, EACH)
-    S: gl.constexpr = SIZES.S
-    N: gl.constexpr = 8 * SIZES.NT
-    x = held.load(gl.SliceLayout(1, layout))[:, None, :]
-    x, _ = gl.broadcast(x, gl.zeros([S, N, COLUMNS_OF_STEP // EACH], x.dtype, layout))
-    return x
-
-
-@gluon.jit
-def load_token_scales(
-    x_scale_ptr, t_at, step, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr
-):
-    """The scales of tokens of a step, if they have such."""
     t = t_at
     if x_scale_ptr is not None and not by_row(W):
         # The last part may have fewer steps than the others.
-        s = gl.arange(0, t_at.shape[0], gl.SliceLayout(1, t_at.type.layout))
+        s = gl.arange(0, layout.shape[0], gl.SliceLayout(1, t_at.type.layout))
         group_S = s % C * steps_of(COLUMNS, C) + step
         inside_S = group_S < gl.cdiv(COLUMNS, COLUMNS_OF_STEP)
         t = gl.load(x_scale_ptr + t_at + step, mask=(t_at >= 0) & inside_S[:, None], other=0.0)
-    return t
-
-
-@gluon.jit
-def first_codes(
-    weights, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr, P: gl.constexpr,
-    SIZES: gl.constexpr, SOME: gl.constexpr,
-):  # fmt: skip
-    """What `load_all` gives of the first steps of a part, up to P of them."""
-    L: gl.constexpr = steps_of(COLUMNS, C)
-    ring = (load_all(weights, 0, COLUMNS, C, W, SIZES, SOME),)
-    for p in gl.static_range(1, P):
-        if p < L:
-            ring = ring + (load_all(weights, p, COLUMNS, C, W, SIZES, SOME),)  # noqa: RUF005
-    return ring
+    return x, t
 
 
 @gluon.jit
 def add_product(
-    acc, weights, ring, tokens, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+    acc, weights, tokens, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
     DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
+    WAIT: gl.constexpr,
 ):  # fmt: skip
-    """acc and the products of all steps of a part, whose first codes are the ring's. Codes are
-    loaded P steps ahead. Tokens are addresses [S, N]."""
+    """acc and the products of all steps of a part. Codes are loaded P steps ahead; those of the
+    first steps before this waits for the launch before it, if it does."""
     L: gl.constexpr = steps_of(COLUMNS, C)
     LOOPED: gl.constexpr = (L - P) // P * P if L > P else 0
     here_S = weights[1]
+    ring = (load_all(weights, 0, COLUMNS, C, W, SIZES, SOME),)
+    for p in gl.static_range(1, P):
+        if p < L:
+            ring = ring + (load_all(weights, p, COLUMNS, C, W, SIZES, SOME),)  # noqa: RUF005
+    take_turn(WAIT)
     x, t = load_tokens(tokens, here_S, 0, COLUMNS, C, W, SIZES, SOME)
     for first in range(0, LOOPED, P):
         for p in gl.static_range(P):
@@ -418,26 +333,6 @@ def add_product(
         if step + 1 < L:
             x, t = load_tokens(tokens, here_S, step + 1, COLUMNS, C, W, SIZES, SOME)
         acc = add_step(acc, now, tokens[1] is not None, W, DTYPE, SIZES)
-    return acc
-
-
-@gluon.jit
-def add_product_of_one(
-    acc, weights, ring, tokens, COLUMNS: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
-    DTYPE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, SOME: gl.constexpr,
-):  # fmt: skip
-    """`add_product` of one token, whose steps are `staged`."""
-    steps, x_scale_ptr, t_at = tokens
-    L: gl.constexpr = steps_of(COLUMNS, C)
-    for step in gl.static_range(L):
-        x = load_staged(steps[step], W, SIZES)
-        t = load_token_scales(x_scale_ptr, t_at, step, COLUMNS, C, W)
-        now = (ring[0], x, t)
-        ring = ring[1:]
-        if step + P < L:
-            new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
-            ring = ring + (new,)  # noqa: RUF005
-        acc = add_step(acc, now, x_scale_ptr is not None, W, DTYPE, SIZES)
     return acc
 
 
@@ -473,7 +368,7 @@ def add_step(
         SCALED: gl.constexpr = not IN_SUM or (FLOAT and DTYPE == gl.bfloat16)
         a = values_of_4(w, less, pair, FLOAT, SCALED, DTYPE)
     a = gl.convert_layout(a, operand, assert_trivial=True)
-    if W.across == -1:
+    if by_row(W):
         acc = mma_v2(a, b, acc)  # scales leave the sum
     elif IN_SUM:
         part = mma_v2(a, b, gl.zeros_like(acc))

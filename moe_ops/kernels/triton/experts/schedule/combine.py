@@ -24,25 +24,21 @@ def sum_kernel(
     K: tl.constexpr, D: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[t] = sum over k of weight[t, k] * y[row of (t, k)], in the order of k, rounded; plus
-    residual[t] if there is one, rounded again. Rows' places, their weights and the residual were
-    there before the products: two launches ago or earlier."""
+    residual[t] if there is one, rounded again."""
+    take_turn(PDL)
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     row_K = tl.load(inverse_ptr + t * K + k, mask=k < K, other=-1)
     mask_KD = (row_K >= 0)[:, None] & (d < D)[None, :]
-    weight_K, residual_D = row_K.to(tl.float32), 0.0  # anything, where there are none
-    if weights_ptr is not None:
-        weight_K = tl.load(weights_ptr + t * K + k, mask=row_K >= 0, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        residual_D = tl.load(residual_ptr + t * D + d, mask=d < D, other=0.0)
-    take_turn(PDL)
     y_KD = tl.load(y_ptr + row_K.to(tl.int64)[:, None] * D + d[None, :], mask=mask_KD, other=0.0)
     y_KD = y_KD.to(tl.float32)
     if weights_ptr is not None:
+        weight_K = tl.load(weights_ptr + t * K + k, mask=row_K >= 0, other=0.0).to(tl.float32)
         y_KD = y_KD * weight_K[:, None]
     out_D = tl.sum(y_KD, 0).to(out_ptr.dtype.element_ty)
     if residual_ptr is not None:
+        residual_D = tl.load(residual_ptr + t * D + d, mask=d < D, other=0.0)
         out_D = onto(out_D, residual_D)
     tl.store(out_ptr + t * D + d, out_D, mask=d < D)
 
@@ -51,9 +47,7 @@ def sum_rows(
     y_RD: Tensor, inverse_R: Tensor, weights_TK: Tensor | None, top_k: int,
     residual_TD: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """out_TD from the rows of experts, with weights unless the rows contain them. Where all else
-    than the rows is from is two launches ago or earlier: it is read ahead of the end of the last
-    one."""
+    """out_TD from the rows of experts, with weights unless the rows contain them."""
     T, D = inverse_R.shape[0] // top_k, y_RD.shape[1]
     out_TD = y_RD.new_empty(T, D)
     launch(
