@@ -16,7 +16,17 @@ from triton.experimental.gluon import language as gluon_language
 
 from moe_ops.kernels.triton import activation, quantize
 from moe_ops.kernels.triton import launch as launches
-from moe_ops.kernels.triton.decode import coded, linears, quantized_stream_gluon
+from moe_ops.kernels.triton.decode import (
+    blocks,
+    linears_gluon,
+    norm,
+    one_query,
+    quantized_row_gluon,
+    quantized_stream_gluon,
+    rope,
+    rope_attention_gluon,
+    rows_gluon,
+)
 from moe_ops.kernels.triton.experts.formats import (
     codes,
     eight_bits_gluon,
@@ -34,7 +44,13 @@ from moe_ops.kernels.triton.experts.products import (
 )
 from moe_ops.kernels.triton.experts.schedule import sort
 
-STREAMS = (register_stream_gluon, quantized_stream_gluon)
+STREAMS = (
+    register_stream_gluon,
+    quantized_stream_gluon,
+    quantized_row_gluon,
+    linears_gluon,
+    rope_attention_gluon,
+)
 DECODERS = (codes, halves, scales, four_bits, six_bits, eight_bits_gluon)
 
 
@@ -117,6 +133,28 @@ def store(pointer: Pointer, what: Any, mask: Any = True) -> None:
     pointer.memory[places] = what.expand(at.shape)[mask]
 
 
+class Shared:
+    """A tensor in shared memory, NaN until something is stored to it."""
+
+    def __init__(self, dtype: torch.dtype, shape: Any, layout: Any) -> None:
+        self.held = value(torch.zeros(list(shape), dtype=dtype))
+        if dtype.is_floating_point:
+            self.held.fill_(float("nan"))
+        self.dtype, self.shape = dtype, self.held.shape
+
+    def store(self, what: Any) -> None:
+        assert what.dtype == self.dtype, f"{what.dtype} into {self.dtype}"
+        self.held.copy_(what)
+
+    def load(self, layout: Any) -> Any:
+        return value(self.held.clone())
+
+
+def copy(held: Shared, pointer: Pointer, mask: Any = True, **_: Any) -> None:
+    """As `cp_async`, but at once."""
+    held.store(load(pointer, mask))
+
+
 def where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         a = torch.tensor(a, dtype=torch.int32)
@@ -159,10 +197,15 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    return lambda a, b, **_: f(value(a), value(b))
+    def of_both(a: Any, b: Any, **_: Any) -> Any:
+        if isinstance(b, int):  # has the dtype of the other
+            return f(value(a), torch.tensor(b, dtype=a.dtype))
+        return f(value(a), value(b))
+
+    return of_both
 
 
-PROGRAM = [0]
+PROGRAM, PROGRAMS = [0], [1]
 LANGUAGE = SimpleNamespace(
     **{n: getattr(torch, n) for n in ("int16", "int32", "int64", "float16", "float32", "bfloat16")},
     **{n: getattr(gluon_language, n) for n in dir(gluon_language) if n.endswith("Layout")},
@@ -170,6 +213,7 @@ LANGUAGE = SimpleNamespace(
     float8e4nv=torch.float8_e4m3fn,
     constexpr=int,
     program_id=lambda axis: value(0 if axis else PROGRAM[0]),
+    num_programs=lambda axis: 1 if axis else PROGRAMS[0],
     num_warps=lambda: 1,
     static_range=range,
     static_assert=lambda *_: None,
@@ -178,6 +222,8 @@ LANGUAGE = SimpleNamespace(
     zeros_like=torch.zeros_like,
     full_like=torch.full_like,
     convert_layout=lambda t, *_, **__: t,
+    allocate_shared_memory=Shared,
+    broadcast=lambda a, b: tuple(map(value, torch.broadcast_tensors(a, b))),
     join=lambda a, b: torch.stack(torch.broadcast_tensors(a, b), -1),
     cdiv=lambda a, b: -(-a // b),
     load=load,
@@ -189,6 +235,7 @@ LANGUAGE = SimpleNamespace(
     max=lambda t, axis: t.amax(axis),
     cumsum=lambda t, axis: t.cumsum(axis),
     exp=torch.exp,
+    rsqrt=torch.rsqrt,
     erf=torch.erf,
     abs=torch.abs,
     fma=fma,
@@ -217,15 +264,20 @@ def functions_of(modules: Iterable[ModuleType], **given: Any) -> dict[str, Any]:
 @functools.cache
 def functions() -> dict[str, Any]:
     """Those of the kernels for few rows."""
-    products = (register_stream_steps, register_stream_adapters, *STREAMS)
-    made = (rounded_gluon, *DECODERS)
-    modules = (activation, launches, sort, coded, linears, *made, *products)
+    products = (register_stream_steps, register_stream_adapters, rows_gluon, *STREAMS)
+    made = (blocks, norm, one_query, rope, rounded_gluon, *DECODERS)
     names = functions_of(
-        modules, COLUMNS_OF_STEP=register_stream_steps.STEP, STEP=register_stream_steps.STEP,
-        SMALLEST_SCALE=float8.SMALLEST_SCALE.value, TO_INTEGER=quantize.TO_INTEGER.value,
-    )  # fmt: skip
+        (activation, launches, sort, *made, *products),
+        COLUMNS_OF_STEP=register_stream_steps.STEP,
+        STEP=register_stream_steps.STEP,
+        SMALLEST_SCALE=float8.SMALLEST_SCALE.value,
+        TO_INTEGER=quantize.TO_INTEGER.value,
+        SHARES=rope_attention_gluon.SHARES.value,
+        ROWS=rope_attention_gluon.ROWS.value,
+    )
     names |= {"most_of": quantize.most_of.fn, "magnitude": magnitude, "from_lane": from_lane}
     names |= {"of_float8": of_float8, "of_int8": of_int8, "pairs_of_bytes": pairs_of_bytes}
+    names |= {"cp_async": copy, "commit": lambda: None, "wait": lambda _: None}
     names["mma_v2"] = lambda a, b, acc: a.float() @ b.float() + acc
     return names
 
@@ -238,7 +290,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     given = dict(zip(kernel.arg_names, args, strict=False))
     given |= {n: v for n, v in options.items() if n in kernel.arg_names}
     given = {n: pointer(v) if isinstance(v, Tensor) else v for n, v in given.items()}
-    given["DTYPE"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given["DTYPE"])]
+    if "DTYPE" in given:
+        given["DTYPE"] = {"bf16": torch.bfloat16, "fp16": torch.float16}[str(given["DTYPE"])]
+    PROGRAMS[0] = grid[0]
     for program in range(grid[0]):
         PROGRAM[0] = program
         functions()[kernel.fn.__name__](**given)

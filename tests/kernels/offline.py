@@ -193,7 +193,8 @@ def compile_launches(
             grouped_plain, latents, linears, quantized_linears, rope_attention, triton_tiles, wgrad,
         ):  # fmt: skip
             patched.enter_context(patch.object(module, "shared_memory", lambda _: memory))
-        patched.enter_context(patch.object(latents, "is_hopper", lambda _: capability == 90))
+        for module in (latents, linears, rope_attention):
+            patched.enter_context(patch.object(module, "is_hopper", lambda _: capability == 90))
         for module in (push, push_sum):
             patched.enter_context(patch.object(module, "polls_by_asm", lambda _: True))
         said = None if capability == 90 else "needs another GPU"

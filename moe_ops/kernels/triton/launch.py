@@ -90,6 +90,19 @@ def pdl_options(t: Tensor) -> dict[str, Any]:
 @triton.jit
 def take_turn(PDL: tl.constexpr):
     """Wait for the end of the launch before this one, and only then let the next one begin."""
+    await_turn(PDL)
+    let_next_begin(PDL)
+
+
+@triton.jit
+def await_turn(PDL: tl.constexpr):
+    """Wait for the end of the launch before this one."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_begin(PDL: tl.constexpr):
+    """Let the next launch begin, behind `await_turn`."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()

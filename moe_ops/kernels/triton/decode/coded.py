@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Weight
-from moe_ops.kernels.triton.decode.linears import MOST
+from moe_ops.kernels.triton.decode.blocks import MOST
 from moe_ops.kernels.triton.experts.formats.codes import as_stored, scales_as_stored
 
 Some = Sequence[Tensor | None]
@@ -76,36 +75,3 @@ class Coded(NamedTuple):
         known = {f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])}
         known |= {f"F{g}": firsts[g] for g in range(1, MOST)}
         return firsts[MOST], known
-
-
-@triton.jit
-def place_of_block(
-    F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr,
-):  # fmt: skip
-    """(number, block among those of it, rows) of this program's weight."""
-    block = tl.program_id(0)
-    g, first, size = 0 * block, 0 * block, 0 * block + N0
-    if block >= F1:
-        g, first, size = 0 * block + 1, 0 * block + F1, 0 * block + N1
-    if block >= F2:
-        g, first, size = 0 * block + 2, 0 * block + F2, 0 * block + N2
-    if block >= F3:
-        g, first, size = 0 * block + 3, 0 * block + F3, 0 * block + N3
-    return g, block - first, size
-
-
-@triton.jit
-def one_of(
-    p0_ptr, p1_ptr, p2_ptr, p3_ptr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr
-):  # fmt: skip
-    """The address that belongs to this program's weight, of addresses of one dtype."""
-    block = tl.program_id(0)
-    p_ptr = p0_ptr
-    if block >= F1:
-        p_ptr = p1_ptr
-    if block >= F2:
-        p_ptr = p2_ptr
-    if block >= F3:
-        p_ptr = p3_ptr
-    return p_ptr

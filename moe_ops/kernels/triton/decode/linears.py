@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton import STEP
+from moe_ops.kernels.triton.decode.blocks import MOST, bias_of, rows_of, write_all, write_columns
 from moe_ops.kernels.triton.decode.linears_plan import LinearsPlan, plan_for
 from moe_ops.kernels.triton.decode.norm import (
     Norm,
@@ -26,7 +28,10 @@ from moe_ops.kernels.triton.decode.norm import (
     norm_of,
     norm_rows,
 )
+from moe_ops.kernels.triton.experts.call import DTYPES
+from moe_ops.kernels.triton.experts.products.register_stream import Stream
 from moe_ops.kernels.triton.launch import (
+    is_hopper,
     on_its_device,
     pdl_options,
     processors,
@@ -34,8 +39,6 @@ from moe_ops.kernels.triton.launch import (
     take_turn,
 )
 from moe_ops.kernels.triton.replay import launch
-
-MOST = 4  # weights of a launch
 
 
 @on_its_device
@@ -70,14 +73,15 @@ def run_normed(
     """[s, n, y_0, ...]: s = x + residual, left out if there is no residual, n = gain s / rms(s), or
     that of a shifted gain, as `normed_linears` rounds it, and the rest `run` of n.
 
-    One row is normed in the launch for the first weights, of which every program norms all of it
-    for itself; several are in a launch before.
+    One row, or a few for few outputs, are normed in the launch for the first weights, of which
+    every program norms all of them for itself; others are in a launch before.
     """
     norm, made = norm_of(x_TK, residual_TK, gain_K, eps, gain_shift)
-    if x_TK.shape[0] > 1:
+    T = x_TK.shape[0]
+    if T > 1 and (plan is not None or outputs_stream(x_TK, weights[:MOST], True) is None):
         norm_rows(x_TK, norm)
         return [*made, *run(norm.normed, weights, biases, plan)]
-    outs = [x_TK.new_empty(1, w.shape[0]) for w in weights[:MOST]]
+    outs = [x_TK.new_empty(T, w.shape[0]) for w in weights[:MOST]]
     _launch(x_TK, weights[:MOST], biases[:MOST], outs, plan, norm)
     return [*made, *outs, *run(norm.normed, weights[MOST:], biases[MOST:], plan)]
 
@@ -92,23 +96,36 @@ def _launch(
 ) -> None:
     T, K = x_TK.shape
     sizes = [w.shape[0] for w in weights]
+    stream = None if plan else outputs_stream(x_TK, weights, norm is not None)
     if plan is None:
         plan = plan_for(T, sum(sizes), K, processors(x_TK), shared_memory(x_TK))
     options = pdl_options(x_TK)
     rest = [None] * (MOST - len(weights))
     # Where the blocks of each weight begin among all of them, and where the last ones end.
-    blocks = [triton.cdiv(n, plan.rows) for n in sizes]
+    rows = plan.rows if stream is None else stream.rows
+    blocks = [triton.cdiv(n, rows) for n in sizes]
     firsts = [sum(blocks[:g]) for g in range(MOST + 1)]
     # A weight that is not there has no blocks; its address is not looked at.
     tensors = (x_TK, *weights, *[weights[0] for _ in rest], *biases, *rest, *outs, *rest)
     constants = {
         **{f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])},
         **{f"F{g}": firsts[g] for g in range(1, MOST)},
-        "K": K, "BN": plan.rows, "BK": plan.step,
-        "num_warps": plan.warps,
+        "K": K,
     }  # fmt: skip
+    residual, gain, eps, total, normed, shift = norm or (None, None, 0.0, None, None, None)
+    if stream is not None:
+        from moe_ops.kernels.triton.decode import linears_gluon
+
+        launch(
+            linears_gluon.linears_few_outputs, (firsts[MOST],),
+            *tensors, residual, gain, total, normed, T, x_TK.stride(0),
+            0 if residual is None else residual.stride(0),
+            EPS=eps, SHIFT=shift, SIZES=stream.sizes, num_warps=stream.warps,
+            **constants, **options,
+        )  # fmt: skip
+        return
+    constants |= {"BN": plan.rows, "BK": plan.step, "num_warps": plan.warps}
     if T == 1:
-        residual, gain, eps, total, normed, shift = norm or (None, None, 0.0, None, None, None)
         launch(
             linears_one, (firsts[MOST],), *tensors, residual, gain, total, normed,
             KP=triton.next_power_of_2(K), EPS=eps, SHIFT=shift, **constants, **options,
@@ -128,56 +145,20 @@ def _launch(
         )
 
 
-@triton.jit
-def rows_of(
-    w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1: tl.constexpr, F2: tl.constexpr, F3: tl.constexpr,
-    N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, N3: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """(number, address, rows, size) of this program's weight: rows from `size` on are not there."""
-    block = tl.program_id(0)
-    g, first, size, w_ptr = 0 * block, 0 * block, 0 * block + N0, w0_ptr
-    if block >= F1:
-        g, first, size, w_ptr = 0 * block + 1, 0 * block + F1, 0 * block + N1, w1_ptr
-    if block >= F2:
-        g, first, size, w_ptr = 0 * block + 2, 0 * block + F2, 0 * block + N2, w2_ptr
-    if block >= F3:
-        g, first, size, w_ptr = 0 * block + 3, 0 * block + F3, 0 * block + N3, w3_ptr
-    return g, w_ptr, (block - first) * BN + tl.arange(0, BN), size
-
-
-@triton.jit
-def bias_of(b0_ptr, b1_ptr, b2_ptr, b3_ptr, g, n_N, size):
-    """The bias of rows of this program's weight in float32, None where no weight has one."""
-    bias_N = None
-    if b0_ptr is not None or b1_ptr is not None or b2_ptr is not None or b3_ptr is not None:
-        bias_N = 0.0 * n_N
-    if b0_ptr is not None:
-        bias_N += tl.load(b0_ptr + n_N, mask=n_N < tl.where(g == 0, size, 0), other=0.0)
-    if b1_ptr is not None:
-        bias_N += tl.load(b1_ptr + n_N, mask=n_N < tl.where(g == 1, size, 0), other=0.0)
-    if b2_ptr is not None:
-        bias_N += tl.load(b2_ptr + n_N, mask=n_N < tl.where(g == 2, size, 0), other=0.0)
-    if b3_ptr is not None:
-        bias_N += tl.load(b3_ptr + n_N, mask=n_N < tl.where(g == 3, size, 0), other=0.0)
-    return bias_N
-
-
-@triton.jit
-def write(acc_N, n_N, end, y_ptr):
-    """Store at rows of one of the weights before the end."""
-    tl.store(y_ptr + n_N, acc_N.to(y_ptr.dtype.element_ty), mask=n_N < end)
-
-
-@triton.jit
-def write_all(acc_N, n_N, g, size, y0_ptr, y1_ptr, y2_ptr, y3_ptr):
-    """Store where this program's weight has its results."""
-    write(acc_N, n_N, tl.where(g == 0, size, 0), y0_ptr)
-    if y1_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 1, size, 0), y1_ptr)
-    if y2_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 2, size, 0), y2_ptr)
-    if y3_ptr is not None:
-        write(acc_N, n_N, tl.where(g == 3, size, 0), y3_ptr)
+def outputs_stream(x_TK: Tensor, weights: Sequence[Tensor], normed: bool) -> Stream | None:
+    """The sizes of `linears_few_outputs` for up to eight rows, normed or not, and few outputs: a
+    block of 16 warps that share columns, of which registers hold one or two steps of each. None for
+    what that is not for."""
+    T, K = x_TK.shape
+    if not is_hopper(x_TK) or x_TK.dtype not in DTYPES or not 1 < T <= 8:
+        return None
+    outputs, most = sum(w.shape[0] for w in weights), 16 * processors(x_TK)
+    steps = 1 if normed else 2
+    if outputs > most or K > steps * 16 * STEP or K % 8 or x_TK.stride(0) % 8:
+        return None
+    if any(t.data_ptr() % 16 for t in (x_TK, *weights)):
+        return None
+    return Stream(S=16, C=16)
 
 
 @triton.jit
@@ -231,20 +212,6 @@ def linears_one(
     if bias_N is not None:
         acc_N += bias_N
     write_all(acc_N, n_N, g, size, y0_ptr, y1_ptr, y2_ptr, y3_ptr)
-
-
-@triton.jit
-def write_columns(acc_NT, n_N, end, T, b_ptr, y_ptr, N: tl.constexpr, BT: tl.constexpr):
-    """Add a bias and store, at rows of one of the weights before the end, and the input's."""
-    here_N = n_N < end
-    if b_ptr is not None:
-        acc_NT += tl.load(b_ptr + n_N, mask=here_N, other=0.0).to(tl.float32)[:, None]
-    t_T = tl.arange(0, BT)
-    tl.store(
-        y_ptr + t_T[None, :] * N + n_N[:, None],
-        acc_NT.to(y_ptr.dtype.element_ty),
-        mask=here_N[:, None] & (t_T < T)[None, :],
-    )
 
 
 # One compiled kernel serves several numbers of rows.

@@ -62,7 +62,7 @@ def norm_rows(x_TK: Tensor, norm: Norm, weight: Weight | None = None) -> Tensor 
 
 
 @triton.jit
-def summed(x_ptr, residual_ptr, k_K, inside_K):
+def sum_at(x_ptr, residual_ptr, k_K, inside_K):
     """The input, with what is added to it, rounded to its dtype, in float32."""
     x_K = tl.load(x_ptr + k_K, mask=inside_K, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -105,7 +105,7 @@ def input_at(
     x_ptr, residual_ptr, gain_ptr, gain_K, inverse, k_K, K: tl.constexpr, SHIFT: tl.constexpr
 ):
     """The row that the weights are multiplied with, at some columns."""
-    x_K = summed(x_ptr, residual_ptr, k_K, k_K < K)
+    x_K = sum_at(x_ptr, residual_ptr, k_K, k_K < K)
     if gain_ptr is not None:
         x_K = normed_of(x_K, inverse, gain_K, SHIFT)
     return x_K
@@ -119,7 +119,7 @@ def inverse_rms(
     """1 / sqrt(mean(s²) + eps) of the whole row, which the first program also writes."""
     k_K = tl.arange(0, KP)
     inside_K = k_K < K
-    s_K = summed(x_ptr, residual_ptr, k_K, inside_K)
+    s_K = sum_at(x_ptr, residual_ptr, k_K, inside_K)
     inverse = tl.rsqrt(tl.sum(s_K * s_K, 0) / K + EPS)
     mine_K = k_K < tl.where(tl.program_id(0) == 0, K, 0)
     n_K = scaled(s_K, inverse, gain_ptr, k_K, mine_K, SHIFT)
@@ -144,7 +144,7 @@ def norm_rows_kernel(
     x_ptr += t * stride_x
     if residual_ptr is not None:
         residual_ptr += t * stride_r
-    s_K = summed(x_ptr, residual_ptr, k_K, inside_K)
+    s_K = sum_at(x_ptr, residual_ptr, k_K, inside_K)
     inverse = tl.rsqrt(tl.sum(s_K * s_K, 0) / K + EPS)
     n_K = normed_of(s_K, inverse, gain_K, SHIFT).to(normed_ptr.dtype.element_ty)
     tl.store(normed_ptr + t * K + k_K, n_K, mask=inside_K)

@@ -15,12 +15,18 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import in_words
-from moe_ops.kernels.triton.decode.coded import Coded, one_of
-from moe_ops.kernels.triton.decode.linears import rows_of, write_columns
+from moe_ops.kernels.triton.decode.blocks import one_of, rows_of, write_columns
+from moe_ops.kernels.triton.decode.coded import Coded
 from moe_ops.kernels.triton.decode.norm import norm_of, norm_rows
 from moe_ops.kernels.triton.decode.quantized_linears_plan import QuantizedLinearsPlan, plan_for
 from moe_ops.kernels.triton.decode.quantized_row import multiplies_row, run_normed_row, run_row
-from moe_ops.kernels.triton.decode.quantized_stream import MOST_STREAMED, run_stream
+from moe_ops.kernels.triton.decode.quantized_stream import (
+    MOST_STREAMED,
+    run_normed_row_stream,
+    run_row_stream,
+    run_stream,
+    streams_row,
+)
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
@@ -45,6 +51,8 @@ def run(
     format, and others to `run_stream` if they may.
     """
     T = x_TK.shape[0]
+    if T == 1 and streams and streams_row(layers):
+        return run_row_stream(x_TK, layers)
     if T == 1 and multiplies_row(layers.weight):
         return run_row(x_TK, layers)
     if streams and T <= MOST_STREAMED:
@@ -67,6 +75,8 @@ def run_normed(
     `run_row` multiplies a row it is normed in the same launch, else rows are normed before."""
     weight, (T, K) = layers.weight, x_TK.shape
     norm, made = norm_of(x_TK, residual_TK, gain_K, eps, gain_shift)
+    if T == 1 and streams and streams_row(layers):
+        return [*made, *run_normed_row_stream(x_TK, norm, layers)]
     if T == 1 and multiplies_row(weight):
         return [*made, *run_normed_row(x_TK, norm, layers)]
     if streams and T <= MOST_STREAMED:

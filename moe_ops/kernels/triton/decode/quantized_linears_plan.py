@@ -64,6 +64,15 @@ def stream_plan_for(T: int, K: int, across: int) -> Stream:
 
 
 @functools.cache
+def row_stream_plan_for(K: int, bits: int) -> Stream:
+    """The plan for one row of input and weights of K columns through the matrix units: warps share
+    columns until each has two steps, or four of four bits, which it asks for at once."""
+    steps = triton.cdiv(K, STEP)
+    S = power_below(max(1, min(16, steps * bits // 16)))
+    return Stream(S=S, C=S, ahead=min(triton.cdiv(steps, S), 32 // bits))
+
+
+@functools.cache
 def plan_for(T: int, N: int, bits: int, processors: int, memory: int) -> QuantizedLinearsPlan:
     """The plan for T rows of input and N rows of weights in all, of so many bits a code, with so
     much shared memory for a program."""

@@ -17,13 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Weight, brings_decoder
-from moe_ops.kernels.triton.decode.coded import Coded, one_of
-from moe_ops.kernels.triton.decode.linears import (
-    MOST,
-    bias_of,
-    rows_of,
-    write_all,
-)
+from moe_ops.kernels.triton.decode.blocks import MOST, bias_of, one_of, rows_of, write_all
+from moe_ops.kernels.triton.decode.coded import Coded
 from moe_ops.kernels.triton.decode.norm import Norm, gain_at, input_at, inverse_rms
 from moe_ops.kernels.triton.decode.quantized_linears_plan import QuantizedRowPlan, row_plan_for
 from moe_ops.kernels.triton.experts.formats.four_bits import decoded, less_zero

@@ -11,8 +11,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from moe_ops.kernels.triton.decode.coded import one_of, place_of_block
-from moe_ops.kernels.triton.decode.linears import bias_of
+from moe_ops.kernels.triton.decode.blocks import bias_of, one_of, place_of_block
 from moe_ops.kernels.triton.experts.formats.scales import under_global
 from moe_ops.kernels.triton.experts.products.register_stream_gluon import (
     product_of,

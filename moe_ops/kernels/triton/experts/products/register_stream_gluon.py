@@ -305,8 +305,9 @@ def one_down(
 
 @gluon.jit
 def counted(BE: gl.constexpr):
-    """0 to BE - 1, over all threads."""
-    return gl.arange(0, BE, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    """0 to BE - 1, in every warp, so that none waits for another to count them."""
+    EACH: gl.constexpr = max(1, BE // 32)
+    return gl.arange(0, BE, gl.BlockedLayout([EACH], [32], [gl.num_warps()], [0]))
 
 
 @gluon.jit
