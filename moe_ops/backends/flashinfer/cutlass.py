@@ -17,6 +17,7 @@ from moe_ops.backends.flashinfer.options import CURRENT, FlashInferOptions, curr
 from moe_ops.backends.flashinfer.stored import UP_GATE
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.quantize import quantize
+from moe_ops.quant.scales import one_input_scale
 
 NAME = "flashinfer_cutlass"
 TENSOR, BLOCKS, GROUPS = "float8_e4m3fn:tensor", "float8_e4m3fn:128x128", "float8_e4m3fn:1x128"
@@ -307,7 +308,7 @@ def nvfp4_scales(call: ExpertsCall) -> list[Tensor]:
     inputs = ((c.x_scale, c.global_scale13_E), (c.h_scale, c.global_scale2_E))
     for (scale, global_scale_E), blocks in zip(inputs, block_scales(c), strict=True):
         assert scale is not None and global_scale_E is not None
-        one, factors_E = arguments.one_input_scale(scale, global_scale_E)
+        one, factors_E = one_input_scale(scale, global_scale_E)
         found += [one.reciprocal().reshape(()), blocks.view(torch.int32), factors_E]
     return found
 
