@@ -23,12 +23,15 @@ class QuantConfig:
 
     Format strings as the ops take them; inputs = "" stays in 16 or 32 bits. With static_inputs the
     layer holds the scales of the inputs; without, inputs are scaled at run time. One scale serves
-    all experts, or with per_expert_inputs each has its own. With ordered_input the layer holds
-    `input_order`, in which columns of its input go to the first product: for weights that GPTQ
-    quantised in the order of their activations. One order serves all experts; with per_expert_order
-    each has its own, and a token's columns are put in order once for each expert that it goes to.
-    With two_global_scales gate and up have a global scale each, of weights that have one (nvfp4):
-    for checkpoints that quantised them apart. Not every backend multiplies by two.
+    all experts, or with per_expert_inputs each has its own: of nvfp4, whose static scales are
+    global ones, a backend that takes one value takes the largest, and factors that match it.
+
+    With ordered_input the layer holds `input_order`, in which columns of its input go to the first
+    product: for weights that GPTQ quantised in the order of their activations. One order serves all
+    experts; with per_expert_order each has its own, and a token's columns are put in order once for
+    each expert that it goes to. With two_global_scales gate and up have a global scale each, of
+    weights that have one (nvfp4): for checkpoints that quantised them apart. Not every backend
+    multiplies by two.
 
     Raises ValueError for formats that no scheme of `moe_ops.quant.schemes` joins, TypeError for
     what is neither a string nor a flag.
@@ -55,12 +58,10 @@ class QuantConfig:
                 f"static_inputs goes with one scale for the tensor or with nvfp4, got the inputs "
                 f"{self.inputs!r}; leave it out"
             )
-        if self.per_expert_inputs and not (
-            self.static_inputs and inputs is not None and not inputs.has_global_scale
-        ):
+        if self.per_expert_inputs and not self.static_inputs:
             raise ValueError(
-                "per_expert_inputs goes with static_inputs and one scale for the tensor, got "
-                f"static_inputs={self.static_inputs} and the inputs {self.inputs!r}; leave it out"
+                "per_expert_inputs says that static scales of inputs are each expert's own, got "
+                "static_inputs=False; give both, or leave it out"
             )
         if self.ordered_input and (weights.integer is None or inputs is not None):
             raise ValueError(
@@ -114,7 +115,7 @@ class QuantConfig:
     def with_static_inputs(weights: str, inputs: str) -> QuantConfig:
         """The formats with static scales of inputs: each expert's own where weights of 8 bits meet
         inputs with one scale for the tensor, and one for all experts beside others, as no kernel on
-        GPUs takes several there.
+        GPUs takes several there. Of nvfp4 `per_expert_inputs` keeps them.
         """
         one = QuantConfig(weights=weights, inputs=inputs, static_inputs=True)
         assert one.input_format is not None
