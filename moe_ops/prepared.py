@@ -39,6 +39,11 @@ class HoldsExperts(nn.Module):
     expert_names: Mapping[str, str]
 
     @property
+    def padding(self) -> str:
+        """Which sizes of the weights are rounded up, and why; "" if none is."""
+        return ""
+
+    @property
     def layout(self) -> str:
         """The layout of the weights, as a backend named it; empty: as they were loaded."""
         return self._stored.layout

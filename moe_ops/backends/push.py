@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.backends.strides import whole_words
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_ranks import contiguous_of, parts_of, refuse_words
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
@@ -205,3 +206,6 @@ def _arena(
     return push.Arena(
         held.words, held.table_R, held.error, held.half, group.rank, programs, known.limit
     )
+
+
+dispatch_tokens.rounds(PUSH, whole_words)

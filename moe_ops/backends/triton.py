@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_ops.backends import reads
 from moe_ops.backends import triton_paths as paths
-from moe_ops.backends.strides import contiguous, in_words, with_rows
+from moe_ops.backends.strides import contiguous, in_words, whole_rows, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_hopper import refuse_many
@@ -238,6 +238,7 @@ def _register(
     experts.backend(f"triton.{kernel}", **of_tokens)(run)
     experts.emulates(f"triton.{kernel}", _emulates)
     experts.remembers(f"triton.{kernel}")
+    experts.rounds(f"triton.{kernel}", whole_rows)
 
     def supports_onto(call: ExpertsOntoCall) -> str | None:
         if needs_grad(call.residual_TD):

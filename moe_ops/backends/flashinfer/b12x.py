@@ -213,4 +213,5 @@ def require_threshold(wrapper: Any, threshold: int) -> None:
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.rounds(NAME, FITS.multiples)
 experts.remembers(NAME, CURRENT, aligned=True)

@@ -140,4 +140,5 @@ def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Ten
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.rounds(NAME, FITS.multiples)
 experts.remembers(NAME, aligned=True)

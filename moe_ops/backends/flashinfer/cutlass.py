@@ -322,4 +322,5 @@ SCALES: dict[tuple[str, str], Scales] = {
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.rounds(NAME, FITS.multiples)
 experts.remembers(NAME, CURRENT, alike=alike, aligned=True)

@@ -175,6 +175,6 @@ def _as(elements: Tensor, like: Tensor) -> Tensor:
 def _require(what: str, size: int, multiple: int) -> None:
     if size % multiple:
         raise ValueError(
-            f"{what} must be a multiple of {multiple} for this order, got {size}; pad the layer "
-            "(hidden_multiple, intermediate_multiple) or take another backend"
+            f"{what} must be a multiple of {multiple} for this order, got {size}; make the layer "
+            "for its backend (padding=, which names it) or take another backend"
         )

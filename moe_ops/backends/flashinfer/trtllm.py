@@ -262,6 +262,7 @@ def runs_of(call: ExpertsCall, of: tuple[str, int, int]) -> kept.Runs:
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.rounds(NAME, FITS.multiples)
 experts.remembers(NAME, aligned=True)
 moe.needs(NAME, MACHINE.needs)
 moe.remembers(NAME, aligned=True)
