@@ -5,6 +5,7 @@ for, and multiplied in 16 bits, as GPUs before Blackwell have no instruction for
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from moe_ops.kernels.triton import Inputs
 from moe_ops.ops.experts import ExpertsCall
@@ -50,7 +51,7 @@ def with_one_scale(call: ExpertsCall) -> ExpertsCall:
     c = call
     if not (c.x_format and Format.of(c.x_format).has_global_scale):
         return c
-    made = {}
+    made: dict[str, Any] = {}
     for scale, factors in (("x_scale", "global_scale13_E"), ("h_scale", "global_scale2_E")):
         static, global_scale_E = getattr(c, scale), getattr(c, factors)
         if static is not None and static.numel() > 1:

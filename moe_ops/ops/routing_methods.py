@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from moe_ops.ops.route import RouteCall
 
+SOFTMAX, SUM = "softmax", "sum"
 LEAST_SUM = 1e-20  # by which those methods keep a sum of weights from 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """One method, named as in `RoutingMethodType` of FlashInfer and TensorRT-LLM, by the options of
-    `route` that it is; what is None may be anything. `top_k`: the only one, or 0 for any."""
+    `route` that it is; what is None may be anything. `after`: what becomes of the weights that were
+    chosen, their softmax, or each over their sum. `top_k`: the only one, or 0 for any."""
 
     name: str
     score: str
     select_on: str | None = None
-    softmax_selected: bool = False
-    renormalize: bool = False
+    after: str = ""
     biased: bool | None = False
     grouped: bool = False
     scaled: bool = False
@@ -30,8 +31,8 @@ class Method:
         return (
             c.score == self.score
             and self.select_on in (None, c.select_on)
-            and c.softmax_selected == self.softmax_selected
-            and c.renormalize == self.renormalize
+            and c.softmax_selected == (self.after == SOFTMAX)
+            and c.renormalize == (self.after == SUM)
             and self.biased in (None, c.bias_E is not None)
             and (c.n_group > 1) == self.grouped
             and (self.scaled or c.scale == 1.0)
@@ -46,21 +47,21 @@ class Method:
 METHODS = (
     Method(name="Llama4", score="sigmoid", top_k=1),
     Method(name="Default", score="softmax"),
-    Method(name="Renormalize", score="logit", softmax_selected=True),
-    Method(name="RenormalizeNaive", score="softmax", renormalize=True),
+    Method(name="Renormalize", score="logit", after=SOFTMAX),
+    Method(name="RenormalizeNaive", score="softmax", after=SUM),
     Method(name="TopK", score="logit"),
     Method(name="Sigmoid", score="sigmoid", select_on="score"),
     Method(name="TopKSigmoid", score="sigmoid", select_on="logit"),
-    Method(name="SigmoidRenorm", score="sigmoid", renormalize=True),
+    Method(name="SigmoidRenorm", score="sigmoid", after=SUM),
     Method(
-        name="MiniMax2", score="sigmoid", select_on="score", renormalize=True, biased=True
+        name="MiniMax2", score="sigmoid", select_on="score", after=SUM, biased=True
     ),
     Method(
-        name="DeepSeekV3", score="sigmoid", select_on="score", renormalize=True, biased=True,
+        name="DeepSeekV3", score="sigmoid", select_on="score", after=SUM, biased=True,
         scaled=True,
     ),
     Method(
-        name="DeepSeekV3", score="sigmoid", select_on="score", renormalize=True, biased=None,
+        name="DeepSeekV3", score="sigmoid", select_on="score", after=SUM, biased=None,
         grouped=True, scaled=True,
     ),
 )  # fmt: skip
