@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from moe_ops.checks.options import check_fields
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.fake_impls.formats import PUBLISHED
-from moe_ops.quant.arguments import named_format
+from moe_ops.quant.arguments import named_format, not_codes
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.schemes import SCHEMES, check_groups, format_of, scheme_of
 
@@ -135,6 +135,23 @@ class QuantConfig:
     def scheme(self) -> str:
         """The name of the scheme, a key of `SCHEMES`."""
         return scheme_of(self.format, self.input_format)
+
+    def batched_scale_shape(
+        self, experts: int, max_tokens: int, width: int
+    ) -> tuple[int, int, int]:
+        """The shape of the scales that come with batches of quantised tokens, x_scale_EMG of
+        `experts_batched`: [E, M, 1] of one scale a row, [E, M, width / 128] of 1x128.
+
+        Raises ValueError for inputs that do not come as codes with scales of their own.
+        """
+        why = not_codes(self.inputs) or ("has static scales" if self.static_inputs else None)
+        if why is not None:
+            raise ValueError(
+                f"batches of {self} have no scales, as the input format {self.inputs!r} {why}; "
+                "give x_EMD as floats"
+            )
+        rows, groups = Format.of(self.inputs).parsed.scale_shape(max_tokens, width)
+        return experts, rows, groups
 
     def __str__(self) -> str:
         """Scheme and formats for a log."""

@@ -34,6 +34,7 @@ from moe_ops.kernels.triton.experts.call import Call, Reads
 from moe_ops.kernels.triton.experts.formats.codes import floats_of
 from moe_ops.kernels.triton.experts.operands import operand
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
+from moe_ops.kernels.triton.experts.schedule.batches import order_batches, put_back
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
@@ -62,11 +63,15 @@ class Products:
 def run(
     products: Products, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, layer: Experts,
     expert_map: Tensor | None, residual_TD: Tensor | None = None, tiles: Any = None,
-    adapters: Adapters | None = None,
+    adapters: Adapters | None = None, counts_E: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The `experts` op, with adapters if there are any, added to a contiguous residual if there is
     one. `tiles` are those that the products take, None for products with a table of tiles. The
-    device of x is the current one."""
+    device of x is the current one.
+
+    With counts_E tokens are the slots of batches, which have one expert each: ids and weights are
+    room for theirs, and of slots that are not used nothing is read or written.
+    """
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     # Where h is rounded to codes, they are those of h, not of h times its weight.
     early = products.reads.weighs and (codes is None or codes.inputs is None)
@@ -79,7 +84,8 @@ def run(
     if products.decodes and codes is not None:
         c.layer = decoded(layer, c.dtype)
     if products.sorts:
-        rows_R, c.inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+        order = order_batches(counts_E, ids_TK, weights_TK) if counts_E is not None else None
+        rows_R, c.inverse_R, ends_E = order or sort_pairs(ids_TK, E, expert_map)
         c.order = (rows_R, ends_E)
     else:
         _check_few(T, K)
@@ -99,6 +105,8 @@ def run(
     products.down(c)
     if c.inverse_R is None:
         return c.out
+    if counts_E is not None:
+        return put_back(c.out, counts_E, ends_E)
     return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
 
 
