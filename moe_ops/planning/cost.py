@@ -274,7 +274,8 @@ def _dispatch_tokens(a: DispatchTokensCall, rows: int) -> Cost:
 
 
 def _combine_tokens(a: CombineTokensCall, rows: int) -> Cost:
-    return Cost(bytes=(1 + Group.of(a.group).size) * rows * _row(a.y_GD))
+    row = a.y_GD.shape[-1] * a.y_GD.dtype.itemsize
+    return Cost(bytes=(1 + Group.of(a.group).size) * rows * row)
 
 
 def _sum_ranks(a: SumRanksCall, T: int) -> Cost:
