@@ -128,12 +128,11 @@ def check_handle(call: CombineTokensCall) -> None:
 def in_rows(call: CombineTokensCall, sums: BatchSums | None = None) -> CombineTokensCall:
     """The same call of rows, which are summed here over the experts of each; by `sums`, if it is
     given."""
-    c, G = call, call.y_GD.shape[1]
+    c = call
     assert c.weights_GK is not None and c.slot_GK is not None
     sum_up = _summed if sums is None else sums
     y_GD, served_G = sum_up(c.y_GD, c.weights_GK, c.slot_GK)
     token_N = served_G if c.collective == PUSH else c.token_N.new_empty((0,))
-    assert y_GD.shape[0] == G
     return replace(c, y_GD=y_GD, token_N=token_N, layout=ROWS, weights_GK=None, slot_GK=None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -222,10 +223,12 @@ def dispatch_tokens(
 Arrived = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def batched(call: DispatchTokensCall, arrived: Arrived) -> Arrived:
-    """Rows that arrived, in batches."""
+def batched(
+    call: DispatchTokensCall, arrived: Arrived, place: Callable[..., Any] = in_batches
+) -> Arrived:
+    """Rows that arrived, in batches; `place` does what `in_batches` does."""
     x_GD, scale_GS, weights_GK, ids_GK, _, splits_2R = arrived
-    x_EMD, scale_EMS, slot_GK, counts_E = in_batches(x_GD, scale_GS, ids_GK, call.experts)
+    x_EMD, scale_EMS, slot_GK, counts_E = place(x_GD, scale_GS, ids_GK, call.experts)
     return x_EMD, scale_EMS, weights_GK, slot_GK, counts_E, splits_2R
 
 
