@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.checks.shapes import check_choice
 from moe_ops.ops.experts import experts
+from moe_ops.registry.derived import written
 
 log = logging.getLogger("moe_ops")
 
@@ -97,6 +98,7 @@ class HoldsExperts(nn.Module):
             return
         with self.as_loaded():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        written(self.parameters(recurse=False))
 
 
 def as_given(t: Tensor) -> Tensor:

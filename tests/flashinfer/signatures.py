@@ -54,7 +54,7 @@ EXPORTS = {
 ENUMS = ("ActivationType", "Fp8QuantizationType", "RoutingMethodType", "SfLayout")
 ENUMS_AT = "flashinfer/tllm_enums.py"
 # Attributes of a wrapper that the next one is given.
-ATTRIBUTES = {"B12xMoEWrapper": ("_static_workspace", "_dynamic_workspace")}
+ATTRIBUTES = {"B12xMoEWrapper": ("_static_workspace", "_dynamic_workspace", "_folded_w1_alpha")}
 
 Signature = list[list[str]]  # of each parameter: its kind, its name, and its default if it has one
 
