@@ -20,9 +20,14 @@ from moe_ops.conformance.gradient_samples import (
     experts_saving,
     used_rows,
 )
-from moe_ops.conformance.rank_samples import combine_tokens, dispatch_tokens, sum_ranks, tables
+from moe_ops.conformance.rank_samples import (
+    combine_tokens,
+    dispatch_tokens,
+    experts_batched,
+    sum_ranks,
+    tables,
+)
 from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
-from moe_ops.ops.experts_batched import LEFT_OUT
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.registry.spec import DECODE_OPS, OPS, Op
@@ -364,24 +369,6 @@ def _experts_over_ranks(case: Case, dtype: torch.dtype) -> dict[str, dict[str, A
     return found
 
 
-def _experts_batched(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Calls of `experts` without a map, each of all tokens to every expert."""
-    found = {}
-    for name, given in _experts(case, dtype).items():
-        if "expert_map" in given:
-            continue
-        x, E, scale = given["x_TD"], given["w13_EFD"].shape[0], given.get("x_scale_TG")
-        batches = {
-            "x_EMD": x.expand(E, -1, -1).contiguous(),
-            "counts_E": torch.full((E,), len(x), dtype=torch.int32),
-        }
-        if scale is not None:
-            batches["x_scale_EMG"] = scale.expand(E, -1, -1).contiguous()
-        rest = {n: a for n, a in given.items() if n not in LEFT_OUT}
-        found[name] = {**batches, **rest}
-    return found
-
-
 MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "route": _route,
     "quantize": _quantize,
@@ -391,7 +378,7 @@ MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "activate": _activate,
     "combine": _combine,
     "experts": _experts,
-    "experts_batched": _experts_batched,
+    "experts_batched": lambda case, dtype: experts_batched(_experts(case, dtype)),
     "moe": _moe,
     "activate_backward": activate_backward,
     "expert_wgrad": expert_wgrad,

@@ -1,5 +1,5 @@
-"""Of what the widths of a layer are to be multiples: asked of the backend that it is made for, of
-its formats, and of the transport of its tokens."""
+"""The multiples that widths of a layer are to be, as its backend, its formats and the transport of
+its tokens ask."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Asked:
 
     @property
     def multiples(self) -> dict[str, Any]:
-        """Those of the widths, as `LayerSizes.of` takes them."""
+        """The multiples of the widths, as `LayerSizes.of` takes them."""
         return {
             "hidden_multiple": self.hidden_multiple,
             "intermediate_multiple": self.intermediate_multiple,
@@ -94,7 +94,7 @@ def _of_backend(name: str, quant: QuantConfig | None, dtype: torch.dtype) -> Mul
 
 
 def _of_formats(quant: QuantConfig) -> Multiples:
-    """Those by which bytes and groups are whole, in both weights and both inputs."""
+    """The multiples by which bytes and groups are whole, in both weights and both inputs."""
     found = WHOLE
     for format in filter(None, (quant.format, quant.input_format)):
         rows, columns = _groups(format)

@@ -126,8 +126,8 @@ def check_handle(call: CombineTokensCall) -> None:
 
 
 def in_rows(call: CombineTokensCall, sums: BatchSums | None = None) -> CombineTokensCall:
-    """The same call of rows, which are summed here over the experts of each; by `sums`, if it is
-    given."""
+    """A call of rows for one of batches, of which each row is summed here over its experts; by
+    `sums`, if it is given."""
     c = call
     assert c.weights_GK is not None and c.slot_GK is not None
     sum_up = _summed if sums is None else sums

@@ -97,7 +97,7 @@ def of_one(call: ExpertsBatchedCall, rows: int | None = None) -> ExpertsCall:
 
 
 def in_rows(call: ExpertsBatchedCall) -> ExpertsCall:
-    """The same rows as a call of `experts`: a slot is a token of one choice, -1 past a count."""
+    """A call of `experts` of all slots: one is a token of one choice, -1 past a count."""
     b, (E, M, D) = call.batches, call.batches.x_EMD.shape
     scale_EMG = b.x_scale_EMG
     slots_EM = torch.arange(M, dtype=torch.int32, device=b.x_EMD.device).expand(E, M)

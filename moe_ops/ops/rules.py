@@ -61,7 +61,7 @@ def experts_flops(call: ExpertsCall) -> int:
 
 
 def batched_flops(call: ExpertsBatchedCall) -> int:
-    """Of every slot of a batch: shapes do not tell how many are used."""
+    """Both products of every slot of a batch: shapes do not tell how many are used."""
     E, M, _ = call.batches.x_EMD.shape
     layer = replace(call.layer, x_TD=call.batches.x_EMD.flatten(0, 1))
     return layer_flops(layer, E * M)

@@ -44,14 +44,14 @@ ANY_NUMBER = Rows()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multiples:
-    """Of what the widths of a layer are to be multiples: `hidden` the model's, `intermediate` an
+    """The multiples that widths of a layer are to be: `hidden` of the model's, `intermediate` of an
     expert's."""
 
     hidden: int = 1
     intermediate: int = 1
 
     def __or__(self, other: Multiples) -> Multiples:
-        """Those that are multiples by both."""
+        """The least multiples of both."""
         return Multiples(
             hidden=math.lcm(self.hidden, other.hidden),
             intermediate=math.lcm(self.intermediate, other.intermediate),

@@ -71,7 +71,7 @@ def test_rows_go_through_their_expert(w_format: str, x_format: str) -> None:
 
 
 @by_format
-def test_codes_are_the_rows_that_were_quantised(w_format: str, x_format: str) -> None:
+def test_codes_are_the_rows_that_were_quantized(w_format: str, x_format: str) -> None:
     """As kernels of expert parallelism hand them over; scales may lie group by group."""
     if not x_format:
         return

@@ -55,7 +55,7 @@ class Fits:
     ways: Mapping[Formats, Way]
 
     def multiples(self, w_format: str, x_format: str, dtype: torch.dtype) -> Multiples | str:
-        """Of what the widths of a layer are to be multiples, or why its formats are not run."""
+        """The multiples that widths of a layer are to be, or why its formats are not run."""
         way = self.ways.get((w_format, x_format))
         if way is None:
             return self._formats(w_format, x_format)
