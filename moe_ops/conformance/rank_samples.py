@@ -60,7 +60,7 @@ def sum_ranks(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 
 def experts_batched(calls: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Those calls of `experts` that have no map, each of all tokens to every expert."""
+    """Calls of `experts` that have no map, each with all tokens in the batch of every expert."""
     found = {}
     for name, given in calls.items():
         if "expert_map" in given:

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.checks.options import check_int
-from moe_ops.checks.shapes import FLOATS_OR_DOUBLE, check_devices, check_size, check_tensor
+from moe_ops.checks.shapes import (
+    FLOATS_OR_DOUBLE,
+    check_devices,
+    check_size,
+    check_tensor,
+    wide_dtype,
+)
 from moe_ops.ops.dispatch import row_dtypes
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
@@ -91,7 +97,7 @@ def of_one(call: ExpertsBatchedCall, rows: int | None = None) -> ExpertsCall:
         call.layer,
         x_TD=x_TD,
         ids_TK=b.counts_E.new_empty(T, 1),
-        weights_TK=b.counts_E.new_empty(T, 1, dtype=torch.float32),
+        weights_TK=b.counts_E.new_empty(T, 1, dtype=wide_dtype(b.x_EMD)),
         x_scale_TG=scale_TG,
     )
 
@@ -107,7 +113,7 @@ def in_rows(call: ExpertsBatchedCall) -> ExpertsCall:
         call.layer,
         x_TD=b.x_EMD.reshape(E * M, D),
         ids_TK=ids_EM.reshape(E * M, 1),
-        weights_TK=torch.ones(E * M, 1, device=b.x_EMD.device),
+        weights_TK=torch.ones(E * M, 1, dtype=wide_dtype(b.x_EMD), device=b.x_EMD.device),
         x_scale_TG=None if scale_EMG is None else scale_EMG.flatten(0, 1),
     )
 
