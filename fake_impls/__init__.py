@@ -25,6 +25,7 @@ from .experts_adapted import experts_adapted
 from .experts_adapted_backward import experts_adapted_backward
 from .experts_adapted_saving import experts_adapted_saving
 from .experts_backward import experts_backward
+from .experts_batched import experts_batched
 from .experts_onto import experts_onto
 from .experts_over_ranks import experts_over_ranks
 from .experts_saving import experts_saving
@@ -62,6 +63,7 @@ __all__ = [
     "experts_adapted_backward",
     "experts_adapted_saving",
     "experts_backward",
+    "experts_batched",
     "experts_onto",
     "experts_over_ranks",
     "experts_saving",

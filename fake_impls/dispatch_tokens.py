@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def dispatch_tokens(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows that arrive: of unknown number by exchange, else [ranks * rows] of them."""
+    """Rows that arrive: of unknown number by exchange, else [ranks * rows] of them; or batches."""
     x_TD, weights_TK = call.x_TD, call.weights_TK
     scale, K, R = call.scale_TS, call.ids_TK.shape[1], ranks_of(call.group)
     exchanged = call.collective == "exchange"
@@ -19,9 +19,11 @@ def dispatch_tokens(call: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, 
         context = torch.library.get_ctx()
         G, N = context.new_dynamic_size(), context.new_dynamic_size()
     S, scale_dtype = (0, torch.float32) if scale is None else (scale.shape[1], scale.dtype)
+    at = (call.experts, G) if call.layout == "batched" else (G,)
+    N = call.experts or N
     return (
-        x_TD.new_empty((G, x_TD.shape[1])),
-        x_TD.new_empty((G, S), dtype=scale_dtype),
+        x_TD.new_empty((*at, x_TD.shape[1])),
+        x_TD.new_empty((*at, S), dtype=scale_dtype),
         weights_TK.new_empty((G, K)),
         x_TD.new_empty((G, K), dtype=torch.int32),
         x_TD.new_empty((N,), dtype=torch.int32),

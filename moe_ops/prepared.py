@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.checks.shapes import check_choice
 from moe_ops.ops.experts import experts
+from moe_ops.registry.derived import written
 
 log = logging.getLogger("moe_ops")
 
@@ -37,6 +38,11 @@ class HoldsExperts(nn.Module):
     _stored: Stored
     # The names of the module's own tensors, by the arguments of `experts` that they are.
     expert_names: Mapping[str, str]
+
+    @property
+    def padding(self) -> str:
+        """Which sizes of the weights are rounded up, and why; "" if none is."""
+        return ""
 
     @property
     def layout(self) -> str:
@@ -92,6 +98,7 @@ class HoldsExperts(nn.Module):
             return
         with self.as_loaded():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        written(self.parameters(recurse=False))
 
 
 def as_given(t: Tensor) -> Tensor:

@@ -112,6 +112,9 @@ TOL: dict[tuple[str, torch.dtype], Tol] = {
     ("experts", torch.uint8): Tol(
         8e-2, "as float8, of codes of four or six bits, whose steps are up to a third of a value"
     ),
+    ("experts_batched", F32): Tol(4e-6, "as `experts`"),
+    ("experts_batched", BF16): Tol(1.6e-2, "as `experts`"),
+    ("experts_batched", F16): Tol(2e-3, "as `experts`"),
     ("moe", F32): Tol(4e-6, "as `experts`"),
     ("moe", BF16): Tol(1.6e-2, "as `experts`"),
     ("moe", F16): Tol(2e-3, "as `experts`"),

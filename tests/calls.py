@@ -68,6 +68,12 @@ def calls_without_adapters(T: int) -> dict[str, tuple[Any, ...]]:
             T,
         ),
         "sum_ranks": (x,),
+        "experts_batched": (
+            x.expand(EXPERTS, -1, -1).contiguous(),
+            torch.full_like(ends, T),
+            layer.w13_EFD,
+            layer.w2_EDI,
+        ),
     }
 
 

@@ -256,7 +256,9 @@ def names_in(folder: str) -> set[str]:
 
 
 # What the definitions and the gradients of several ops share.
-SHARED = {"adapters", "experts_products", "gradients", "gradients_adapted", "splits"}
+SHARED = {
+    "adapters", "experts_products", "gradients", "gradients_adapted", "routing_methods", "splits",
+}  # fmt: skip
 
 
 def test_there_is_one_file_per_op_and_per_fake() -> None:

@@ -228,6 +228,7 @@ UNNAMED_PARAMETERS = {
     },
     "one tuple, which `replay` hands on": {
         "moe_ops/backends/triton.py: _launch_experts",
+        "moe_ops/backends/triton_batched.py: _launch",
         "moe_ops/backends/triton_adapters.py: _launch_saving",
         "moe_ops/backends/triton_adapters.py: _launch_backward",
         "moe_ops/backends/triton_training.py: _launch_saving",

@@ -12,6 +12,7 @@ from moe_ops.backends import (
     push,
     triton,
     triton_adapters,
+    triton_batched,
     triton_decode,
     triton_decoded,
     triton_gemm,
@@ -23,6 +24,7 @@ from moe_ops.backends import (
 
 __all__ = [
     "aten", "aten_decode", "cpu", "cpu_linears", "cpu_stages", "dequantize", "flashinfer",
-    "over_ranks", "push", "triton", "triton_adapters", "triton_decode", "triton_decoded",
-    "triton_gemm", "triton_linears", "triton_quantize", "triton_ranks", "triton_training",
+    "over_ranks", "push", "triton", "triton_adapters", "triton_batched", "triton_decode",
+    "triton_decoded", "triton_gemm", "triton_linears", "triton_quantize", "triton_ranks",
+    "triton_training",
 ]  # fmt: skip

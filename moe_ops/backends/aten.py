@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.backends import reads
+from moe_ops.backends.strides import whole_rows
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.kernels import gpus
 from moe_ops.ops.activate import activate
@@ -92,6 +93,7 @@ def grouped_experts(call: ExpertsCall) -> Tensor:
 
 
 experts.remembers("aten")
+experts.rounds("aten", whole_rows)
 
 
 def supports_wgrad(call: ExpertWgradCall) -> str | None:

@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.backends.strides import whole_words
 from moe_ops.backends.triton_device import refuse_device
-from moe_ops.backends.triton_ranks import contiguous_of, parts_of, refuse_words
+from moe_ops.backends.triton_ranks import (
+    OF_BATCHES,
+    contiguous_of,
+    laid_out,
+    parts_of,
+    refuse_words,
+    summed,
+)
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
 from moe_ops.ops.experts_over_ranks import (
@@ -21,6 +29,7 @@ from moe_ops.ops.experts_over_ranks import (
 )
 from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
 from moe_ops.ranks import peers
+from moe_ops.ranks.batches import BATCHED
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.links import LINKS, most_parts, widened
 from moe_ops.ranks.packed import ALIGNMENT
@@ -53,7 +62,8 @@ def supports_combine(call: CombineTokensCall) -> str | None:
     """Why the rows of a call cannot be stored back, or None."""
     if not call.ids_TK.shape[1]:
         return "needs an id for each token"
-    return refuse_rows(call.collective, call.group, {"y_GD": call.y_GD})
+    rows = call.y_GD[0] if call.layout == BATCHED else call.y_GD
+    return refuse_rows(call.collective, call.group, {"y_GD": rows})
 
 
 def supports_experts(call: ExpertsOverRanksCall) -> str | None:
@@ -125,7 +135,7 @@ def most_pushed(call: ExpertsOverRanksCall) -> int | None:
 
 @dispatch_tokens.backend(
     PUSH,
-    reads=("group", "collective", "scale_TS", "alike"),
+    reads=("group", "collective", "scale_TS", "alike", "layout", "experts"),
     supports=supports_dispatch,
     devices=("cuda",),
     priority=1,
@@ -133,7 +143,7 @@ def most_pushed(call: ExpertsOverRanksCall) -> int | None:
 def store_tokens(
     call: DispatchTokensCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`dispatch_tokens` in one launch."""
+    """`dispatch_tokens` in one launch; of batches two more place the rows."""
     from moe_ops.kernels.triton import push
 
     sent = contiguous_of(call)
@@ -144,16 +154,21 @@ def store_tokens(
         sent, tables, call.rows, _arena(group, nbytes, sent.x_TD.device)
     )
     splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
-    return x_GD, scale_GS, weights_GK, ids_GK, served_G, splits_2R
+    return laid_out(call, (x_GD, scale_GS, weights_GK, ids_GK, served_G, splits_2R))
 
 
 @combine_tokens.backend(
-    PUSH, reads=("group", "collective"), supports=supports_combine, devices=("cuda",), priority=1
+    PUSH,
+    reads=("group", "collective", *OF_BATCHES),
+    supports=supports_combine,
+    devices=("cuda",),
+    priority=1,
 )
 def store_back(call: CombineTokensCall) -> Tensor:
-    """`combine_tokens` in one launch."""
+    """`combine_tokens` in one launch; of batches one more sums rows first."""
     from moe_ops.kernels.triton import push
 
+    call = summed(call)
     y_GD = call.y_GD.contiguous()
     group = agree("combine_tokens", y_GD, call.ids_TK.shape[0], call, {})
     return push.combine(
@@ -205,3 +220,6 @@ def _arena(
     return push.Arena(
         held.words, held.table_R, held.error, held.half, group.rank, programs, known.limit
     )
+
+
+dispatch_tokens.rounds(PUSH, whole_words)

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from moe_ops.backends import reads
 from moe_ops.backends import triton_paths as paths
-from moe_ops.backends.strides import contiguous, in_words, with_rows
+from moe_ops.backends.strides import contiguous, in_words, whole_rows, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_hopper import refuse_many
+from moe_ops.backends.triton_inputs import with_one_scale
 from moe_ops.backends.triton_limits import max_tiny_tokens, most_rows_tokens, most_tiny_tokens
 from moe_ops.backends.triton_support import (
     formats_of,
@@ -117,7 +118,7 @@ def formats_named(call: ExpertsCall) -> Formats:
 
 
 def tensors_of(call: ExpertsCall, residual_TD: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    c = call
+    c = call if call.x_scale is None else with_one_scale(call)
     x_TD = with_rows(c.x_TD) if c.x_scale_TG is None else in_words(c.x_TD)
     return (
         x_TD, contiguous(c.weights_TK), contiguous(c.ids_TK), c.w13_EFD, c.w2_EDI,
@@ -244,6 +245,7 @@ def _register(
     emulates = functools.partial(_emulates, kernel)
     experts.emulates(f"triton.{kernel}", emulates)
     experts.remembers(f"triton.{kernel}")
+    experts.rounds(f"triton.{kernel}", whole_rows)
 
     def supports_onto(call: ExpertsOntoCall) -> str | None:
         if needs_grad(call.residual_TD):

@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton_device import refuse_device
-from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
-from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens, scales_of
+from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens, in_rows
+from moe_ops.ops.dispatch_tokens import (
+    Arrived,
+    DispatchTokensCall,
+    agree,
+    batched,
+    dispatch_tokens,
+    scales_of,
+)
+from moe_ops.ranks.batches import BATCHED
 from moe_ops.ranks.groups import Group, all_gather, all_to_all
 from moe_ops.ranks.transport import GATHER
 from moe_ops.registry.gradients import needs_grad
@@ -46,6 +54,30 @@ def refuse_words(rows: Mapping[str, Tensor]) -> str | None:
     return None
 
 
+OF_BATCHES = ("layout", "weights_GK", "slot_GK")  # arguments of `combine_tokens`
+
+
+def laid_out(call: DispatchTokensCall, arrived: Arrived) -> Arrived:
+    """Rows that arrived, in the layout that a call asks for."""
+    if call.layout != BATCHED:
+        return arrived
+    from moe_ops.kernels.triton.batches import in_batches
+
+    return batched(call, arrived, in_batches)
+
+
+def summed(call: CombineTokensCall) -> CombineTokensCall:
+    """A call of rows, of one of batches too."""
+    if call.layout != BATCHED:
+        return call
+    from moe_ops.kernels.triton.batches import from_batches
+
+    def sums(*given: Tensor) -> tuple[Tensor, Tensor]:
+        return from_batches(*(t.contiguous() for t in given))
+
+    return in_rows(call, sums)
+
+
 def contiguous_of(call: DispatchTokensCall) -> Any:
     """What a call sends, as kernels take it."""
     from moe_ops.kernels.triton.ranks import Rows
@@ -65,7 +97,7 @@ def supports_combine(call: CombineTokensCall) -> str | None:
 
 @dispatch_tokens.backend(
     "triton",
-    reads=("group", "collective", "scale_TS", "alike"),
+    reads=("group", "collective", "scale_TS", "alike", "layout", "experts"),
     supports=supports_dispatch,
     devices=("cuda",),
     priority=1,
@@ -84,12 +116,13 @@ def gather_packed(
         sent, call.rows, group.rank,
     )  # fmt: skip
     splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
-    return x_GD, scale_GS, weights_GK, ids_GK, ids_GK.new_empty((0,)), splits_2R
+    arrived = (x_GD, scale_GS, weights_GK, ids_GK, ids_GK.new_empty((0,)), splits_2R)
+    return laid_out(call, arrived)
 
 
 @combine_tokens.backend(
     "triton",
-    reads=("group", "collective"),
+    reads=("group", "collective", *OF_BATCHES),
     supports=supports_combine,
     devices=("cuda",),
     priority=1,
@@ -98,6 +131,7 @@ def sum_gathered(call: CombineTokensCall) -> Tensor:
     """`combine_tokens` by one all-to-all, and one launch after it."""
     from moe_ops.kernels.triton import ranks
 
+    call = summed(call)
     group: Group = agree("combine_tokens", call.y_GD, call.ids_TK.shape[0], call, {})
     each = [call.rows] * group.size
     back_GD = all_to_all(call.y_GD, each, each, group).contiguous()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ops.conformance.tensors import strided, with_holes
+from moe_ops.ops.experts_batched import LEFT_OUT
 from moe_ops.registry.spec import OPS
 from moe_ops.testing import Case, make_layer
 
@@ -55,3 +57,21 @@ def combine_tokens(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 def sum_ranks(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     x = make_layer(case, dtype).x_TD
     return {"plain": {"part_TD": x}, "strided": {"part_TD": strided(x)}}
+
+
+def experts_batched(calls: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Calls of `experts` that have no map, each with all tokens in the batch of every expert."""
+    found = {}
+    for name, given in calls.items():
+        if "expert_map" in given:
+            continue
+        x, E, scale = given["x_TD"], given["w13_EFD"].shape[0], given.get("x_scale_TG")
+        batches = {
+            "x_EMD": x.expand(E, -1, -1).contiguous(),
+            "counts_E": torch.full((E,), len(x), dtype=torch.int32),
+        }
+        if scale is not None:
+            batches["x_scale_EMG"] = scale.expand(E, -1, -1).contiguous()
+        rest = {n: a for n, a in given.items() if n not in LEFT_OUT}
+        found[name] = {**batches, **rest}
+    return found

@@ -20,7 +20,13 @@ from moe_ops.conformance.gradient_samples import (
     experts_saving,
     used_rows,
 )
-from moe_ops.conformance.rank_samples import combine_tokens, dispatch_tokens, sum_ranks, tables
+from moe_ops.conformance.rank_samples import (
+    combine_tokens,
+    dispatch_tokens,
+    experts_batched,
+    sum_ranks,
+    tables,
+)
 from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
@@ -372,6 +378,7 @@ MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "activate": _activate,
     "combine": _combine,
     "experts": _experts,
+    "experts_batched": lambda case, dtype: experts_batched(_experts(case, dtype)),
     "moe": _moe,
     "activate_backward": activate_backward,
     "expert_wgrad": expert_wgrad,

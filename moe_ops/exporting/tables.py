@@ -13,6 +13,7 @@ from moe_ops.checks.signature import did_you_mean
 from moe_ops.exporting import products, rows
 from moe_ops.exporting.codes import cannot, require_makeable
 from moe_ops.exporting.nodes import Nodes
+from moe_ops.ops.experts_batched import ExpertsBatchedCall, in_rows
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.registry.spec import DECODE_OPS, OPS, Op
 
@@ -112,6 +113,11 @@ def _refuses_adapters(call: Any) -> Any:
     )
 
 
+def _batched(call: ExpertsBatchedCall) -> Tensor:
+    out_TD: Tensor = products.experts(in_rows(call))
+    return out_TD.view(*call.batches.x_EMD.shape[:2], out_TD.shape[1])
+
+
 PORTABLE: dict[str, Formula] = {
     "quantize": _quantize,
     "dispatch": rows.dispatch,
@@ -119,6 +125,7 @@ PORTABLE: dict[str, Formula] = {
     "combine": rows.combine,
     "quantized_linears": products.quantized_linears,
     "experts": products.experts,
+    "experts_batched": _batched,
     "experts_adapted": _refuses_adapters,
     **{name: _refuses_ranks(name) for name in OVER_RANKS},
     **{name: _refuses_training(name) for name in OF_TRAINING},

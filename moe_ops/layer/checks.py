@@ -37,6 +37,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         check_int(name, given[name], least=least, most=MOST_SIZE)
     if given["intermediate_multiple"] is not None:
         check_int("intermediate_multiple", given["intermediate_multiple"], most=MOST_SIZE)
+    if given["padding"] is not None:
+        check_type(
+            "padding", given["padding"], str, "a moe_ops.layer.Padding, a backend's name or None"
+        )
     for name in ("bias", "balanced", "separate"):
         check_flag(name, given[name])
     for name, (kind, wanted) in CLASSES.items():

@@ -13,6 +13,7 @@ from moe_ops.layer.checks import check_arguments, check_input
 from moe_ops.layer.exchange import Exchange, check_rows
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
+from moe_ops.layer.padding import Asked
 from moe_ops.layer.parts import (
     Combination,
     Reduction,
@@ -95,7 +96,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
     routed_input_transform, or a module from tokens to logits.
 
     shared_experts: a module, a number of fused ones, or `SharedExperts` with either. latent: see
-    `Latent`. placement: `Placement`, or as `place` has it. padding: see `Padding`. Each field of
+    `Latent`. placement: `Placement`, or as `place` has it. padding: `Padding`, or the backend for
+    which sizes are rounded up. Each field of
     these records, and of `OwnTokens` beside tokens="own", may be given as a keyword instead.
 
     quant: None, the name of a scheme with one format, the format of weights, or a `QuantConfig`. A
@@ -155,7 +157,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         tokens: str | OwnTokens | None = None,
         placement: str | Placement = LINEAR,
         reduce_results: Reduction = None,
-        padding: Padding | None = None,
+        padding: str | Padding | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **by_field: Unpack[Fields],
@@ -181,6 +183,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
             balanced=told.placement.balanced,
         )
         self.expert_offset = self.placement.offset  # Dynamo cannot trace what looks it up
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self._asked = Asked.of(told.padding, self.quant, dtype, exchange)
         self.sizes = LayerSizes.of(
             slots=self.placement.num_slots,
             hidden_size=hidden_size,
@@ -188,11 +192,9 @@ class MoELayer(HoldsExperts, HoldsCodes):
             gated=activation.gated,
             tp_size=parallel.tp_size,
             tp_rank=parallel.tp_rank,
-            hidden_multiple=told.padding.hidden_multiple,
-            intermediate_multiple=told.padding.intermediate_multiple,
+            **self._asked.multiples,
         )
         self._check()
-        dtype = torch.get_default_dtype() if dtype is None else dtype
         self._specs = tensor_specs(
             self.sizes,
             dtype=dtype,
@@ -336,6 +338,12 @@ class MoELayer(HoldsExperts, HoldsCodes):
         return ExpertReplicas(
             self.physical_to_logical, self.logical_to_physical, self.replica_counts
         )
+
+    @property
+    def padding(self) -> str:
+        """Which sizes are rounded up, to what, and who asked for it; "" if none is."""
+        rounded, by = self.sizes.rounded, "; ".join(self._asked.by)
+        return f"{rounded}: {by}" if rounded and by else rounded
 
     def coded(self) -> tuple[str, ...]:
         """The names of what casts and loads do not convert: codes, and scales that go with them."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_ops.layer.factors import kept_product
 from moe_ops.layer.tensors import LayerSizes
 from moe_ops.main_grad import main_grads
 from moe_ops.ops.activate import Activation
@@ -65,9 +66,13 @@ class Operands:
             **self.plain_options(), "x_scale": w13.input_scale, "h_scale": w2.input_scale,
             "w13_scale_EFG": w13.scale, "w2_scale_EDG": w2.scale,
             "w13_zero_EFG": w13.zero, "w2_zero_EDG": w2.zero,
-            "global_scale13_E": product(w13.global_scale, w13.input_scale),
-            "global_scale2_E": product(w2.global_scale, w2.input_scale),
+            "global_scale13_E": self._factors(w13), "global_scale2_E": self._factors(w2),
         }  # fmt: skip
+
+    def _factors(self, of: Weights) -> Tensor | None:
+        """The factors of a product: of weights that are stored for a backend, which may keep what
+        it makes of them, at an address that stays."""
+        return (kept_product if self.layout else product)(of.global_scale, of.input_scale)
 
     def training_options(self) -> dict[str, Any]:
         """The arguments of `experts_accumulating` that `options` would be of `experts`.

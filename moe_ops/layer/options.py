@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_ops.checks.options import check_fields
 from moe_ops.ops.route import RouteCall, route
+from moe_ops.ops.routing_methods import routing_method
 
 CustomRouting = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
@@ -55,6 +56,18 @@ class Routing:
         """The arguments of `route` that are no tensors, by name."""
         named = {name: getattr(self, name) for name in ROUTE_OPTIONS}
         return named | {"out_dtype": self.weights_dtype}
+
+    def method(self, top_k: int) -> str:
+        """Which routing method of FlashInfer and TensorRT-LLM this is for so many experts a token,
+        by the name in their `RoutingMethodType` ("Renormalize", "DeepSeekV3", "Llama4", ...), ""
+        for none; `moe_ops/ops/routing_methods.py` says which is which. A backend whose kernels
+        route is given logits where it has the method, by `moe`.
+        """
+        if self.custom is not None:
+            return ""
+        logits_TE = torch.empty(1, top_k, device="meta")
+        bias_E = logits_TE[0] if self.correction_bias else None
+        return routing_method(RouteCall(logits_TE, top_k, bias_E, **self.options))
 
     def check(self, num_experts: int, top_k: int, fused: int = 0) -> None:
         """Raise ValueError or TypeError unless so many experts can be routed like this, and so many

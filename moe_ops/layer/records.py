@@ -78,11 +78,17 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Multiples that sizes are rounded up to where a backend cannot take them; what is added is
-    zero, and is not seen outside: `padding=Padding(hidden_multiple=128)`."""
+    """What sizes are rounded up for where a backend cannot take them as they are; what is added is
+    zero, and is not seen outside: `padding="flashinfer_cutlass"` or `Padding(hidden_multiple=128)`.
+
+    padding: the backend of `experts` for which the layer is made: it says of which multiples sizes
+    are to be, and so do the layer's formats. hidden_multiple, intermediate_multiple: multiples as
+    they are told, beside those. What a transport needs of tokens that a rank sends is asked anyway.
+    """
 
     hidden_multiple: int = 1
     intermediate_multiple: int | None = None
+    padding: str | None = None
 
 
 class Fields(TypedDict, total=False):

@@ -99,6 +99,13 @@ class LayerSizes:
             used=min(share, intermediate_size - first),
         )
 
+    @property
+    def rounded(self) -> str:
+        """Which sizes are rounded up, and to what; "" if none is."""
+        pairs = (("hidden", self.hidden_size, self.D), ("intermediate", self.used, self.I))
+        found = [f"{what} size {told} held as {held}" for what, told, held in pairs if told != held]
+        return ", ".join(found)
+
     def describe(self, tp_size: int) -> str:
         """The layer's sizes, and what of them one of `tp_size` ranks holds, for a log."""
         text = f"{self.hidden_size} -> {self.intermediate_size} -> {self.hidden_size}"
@@ -253,7 +260,8 @@ def check_fits(formats: QuantConfig, sizes: LayerSizes, shards: int) -> None:
         check_divides("w2", format, sizes.D, sizes.I)
     except ValueError as error:
         raise ValueError(
-            f"{error}: hidden_multiple and intermediate_multiple of the layer do that"
+            f"{error}: hidden_multiple and intermediate_multiple of the layer do that, or padding, "
+            "the backend for which it is made"
         ) from None
     if shards == 1:
         return

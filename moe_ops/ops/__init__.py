@@ -19,6 +19,7 @@ from moe_ops.ops.experts_adapted import experts_adapted
 from moe_ops.ops.experts_adapted_backward import experts_adapted_backward
 from moe_ops.ops.experts_adapted_saving import experts_adapted_saving
 from moe_ops.ops.experts_backward import experts_backward
+from moe_ops.ops.experts_batched import experts_batched
 from moe_ops.ops.experts_over_ranks import experts_over_ranks
 from moe_ops.ops.experts_saving import experts_saving
 from moe_ops.ops.moe import moe
@@ -43,6 +44,7 @@ __all__ = [
     "experts_adapted_backward",
     "experts_adapted_saving",
     "experts_backward",
+    "experts_batched",
     "experts_over_ranks",
     "experts_saving",
     "moe",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,9 +18,16 @@ from moe_ops.checks.shapes import (
     check_size,
     check_tensor,
 )
-from moe_ops.ops.dispatch_tokens import agree, check_rows, check_tables, not_pushed
+from moe_ops.ops.dispatch_tokens import (
+    agree,
+    check_layout,
+    check_rows,
+    check_tables,
+    not_pushed,
+)
 from moe_ops.ranks import exchange, gather
 from moe_ops.ranks.agree import Values
+from moe_ops.ranks.batches import BATCHED, ROWS, from_batches, served
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Tables
 from moe_ops.registry.gradients import needs_grad
@@ -40,6 +48,9 @@ class CombineTokensCall:
     rows: int
     group: str = ""
     collective: str = GATHER
+    layout: str = ROWS
+    weights_GK: Tensor | None = None
+    slot_GK: Tensor | None = None
 
     ROWS: ClassVar[str] = "rows"
     HOST: ClassVar[tuple[str, ...]] = ("splits_2R",)
@@ -48,7 +59,7 @@ class CombineTokensCall:
 def check(call: CombineTokensCall) -> None:
     """Raise ValueError or TypeError unless `combine_tokens` takes these arguments."""
     y_GD, splits_2R = call.y_GD, call.splits_2R
-    check_float("y_GD", y_GD, 2)
+    check_float("y_GD", y_GD, 3 if call.layout == BATCHED else 2)
     check_tensor("ids_TK", call.ids_TK, 2, INDICES)
     check_tensor("token_N", call.token_N, 1, (torch.int32,))
     check_tensor("splits_2R", splits_2R, 2, (torch.int64,))
@@ -62,10 +73,38 @@ def check(call: CombineTokensCall) -> None:
     exchanged = call.collective == EXCHANGE
     check_size("splits_2R", splits_2R, 0, 2, "sent and received")
     check_size("splits_2R", splits_2R, 1, ranks if exchanged else 0, "as dispatch_tokens gave it")
+    check_layout(call.layout, call.collective)
+    _check_batches(call, ranks * call.rows)
+    if call.layout == BATCHED:
+        return
     if not exchanged:
         check_size("y_GD", y_GD, 0, ranks * call.rows, "ranks times rows")
     if call.collective == PUSH:
         check_size("token_N", call.token_N, 0, ranks * call.rows, "as dispatch_tokens gave it")
+
+
+def _check_batches(call: CombineTokensCall, G: int) -> None:
+    """Raise ValueError or TypeError unless weights and slots are there where batches are, and fit
+    them."""
+    y_EMD, weights_GK, slot_GK = call.y_GD, call.weights_GK, call.slot_GK
+    if call.layout != BATCHED:
+        if not weights_GK is slot_GK is None:
+            raise ValueError(
+                f"weights_GK and slot_GK are those of batches; give layout={BATCHED!r}, or leave "
+                "them out"
+            )
+        return
+    if weights_GK is None or slot_GK is None:
+        raise ValueError(
+            f"layout={BATCHED!r} needs weights_GK and slot_GK, as dispatch_tokens gave them"
+        )
+    check_size("y_GD", y_EMD, 1, G, "ranks times rows")
+    check_float("weights_GK", weights_GK, 2, y_EMD)
+    check_tensor("slot_GK", slot_GK, 2, (torch.int32,))
+    for name, t in (("weights_GK", weights_GK), ("slot_GK", slot_GK)):
+        check_size(name, t, 0, G, "ranks times rows")
+        check_size(name, t, 1, call.ids_TK.shape[1], "the top-k of ids_TK")
+    check_devices(y_EMD, weights_GK=weights_GK, slot_GK=slot_GK)
 
 
 def check_handle(call: CombineTokensCall) -> None:
@@ -86,6 +125,24 @@ def check_handle(call: CombineTokensCall) -> None:
         raise ValueError(f"token_N names tokens beyond the {T} of ids_TK; give both of one call")
 
 
+def in_rows(call: CombineTokensCall, sums: BatchSums | None = None) -> CombineTokensCall:
+    """A call of rows for one of batches, of which each row is summed here over its experts; by
+    `sums`, if it is given."""
+    c = call
+    assert c.weights_GK is not None and c.slot_GK is not None
+    sum_up = _summed if sums is None else sums
+    y_GD, served_G = sum_up(c.y_GD, c.weights_GK, c.slot_GK)
+    token_N = served_G if c.collective == PUSH else c.token_N.new_empty((0,))
+    return replace(c, y_GD=y_GD, token_N=token_N, layout=ROWS, weights_GK=None, slot_GK=None)
+
+
+BatchSums = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _summed(y_EMD: Tensor, weights_GK: Tensor, slot_GK: Tensor) -> tuple[Tensor, Tensor]:
+    return from_batches(y_EMD, weights_GK, slot_GK), served(slot_GK)
+
+
 @op(check=check)
 def combine_tokens(call: CombineTokensCall) -> Tensor:
     """Sum what the ranks made of each token: out_TD[t] = sum over its ranks of their row of t.
@@ -94,11 +151,18 @@ def combine_tokens(call: CombineTokensCall) -> Tensor:
     -1 may hold anything, NaN included. The sum is taken in float32, in the order of ranks, and
     rounded to y's dtype. A token that no rank serves gets zeros.
 
+    layout: "batched" takes y_GD [E, M, D], what `experts_batched` made of batches, and weighs and
+    sums what experts here made of a row, in float32; weights_GK and slot_GK: what `dispatch_tokens`
+    returned, token_N its counts_E. Slots past a count are not read.
+
     y_GD: float [G, D]; ids_TK, rank_of_P, slot_of_P, rows, group and collective: what
     `dispatch_tokens` was given; token_N and splits_2R: what it returned. Result [T, D] in y's
     dtype. Raises as `dispatch_tokens` does, and NotImplementedError for gradients of an exchange
     that are compiled.
     """
+    if call.layout == BATCHED:
+        out_TD: Tensor = combine_tokens.part(in_rows(call))
+        return out_TD
     if call.collective == PUSH:
         raise not_pushed(combine_tokens, call)
     y_GD, T = call.y_GD, call.ids_TK.shape[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from moe_ops.checks.shapes import (
 from moe_ops.ops.dispatch import row_dtypes
 from moe_ops.ranks import exchange, gather
 from moe_ops.ranks.agree import Values, require_alike
+from moe_ops.ranks.batches import BATCHED, LAYOUTS, ROWS, in_batches
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.tables import checksums
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Sent, Tables
@@ -50,6 +52,8 @@ class DispatchTokensCall:
     scale_TS: Tensor | None = None
     collective: str = GATHER
     alike: str = ""
+    layout: str = ROWS
+    experts: int = 0
 
     ROWS: ClassVar[str] = "rows"
 
@@ -71,8 +75,30 @@ def check(call: DispatchTokensCall) -> None:
         check_size("scale_TS", scale_TS, 0, x_TD.shape[0], "the tokens of x_TD")
     check_devices(x_TD, weights_TK=weights_TK, ids_TK=ids_TK, scale_TS=scale_TS)
     check_rows(call.rows, call.group)
+    check_layout(call.layout, call.collective)
+    _check_experts(call)
     if call.alike:
         check_alike(call.alike)
+
+
+def check_layout(layout: str, collective: str) -> None:
+    """Raise ValueError unless rows that are sent like this may lie so."""
+    check_choice("layout", layout, LAYOUTS)
+    if layout == BATCHED and collective == EXCHANGE:
+        raise ValueError(
+            f"layout={BATCHED!r} has a slot for each row that may arrive, and collective="
+            f"{EXCHANGE!r} counts them; take {GATHER!r} or {PUSH!r}, or layout={ROWS!r}"
+        )
+
+
+def _check_experts(call: DispatchTokensCall) -> None:
+    if call.layout == BATCHED:
+        check_int("experts", call.experts, least=1)
+    elif call.experts:
+        raise ValueError(
+            f"experts={call.experts} says for how many experts here there are batches; give "
+            f"layout={BATCHED!r}, or leave it out"
+        )
 
 
 def check_alike(alike: str) -> None:
@@ -149,6 +175,12 @@ def dispatch_tokens(
     on the CPU, rows sent to and received from each rank, token_N int32 the token in each row that
     was sent.
 
+    layout: "batched" gives the rows by experts, as `experts_batched` takes them, for so many
+    `experts` here, without a count that the host waits for: (x_EMD, scale_EMS, weights_GK, slot_GK,
+    counts_E, splits_2R). Expert e has the first counts_E[e] of M = ranks * rows slots, what others
+    hold is unspecified; slot_GK int32 is e * M + slot of a pair, -1 if another rank serves it. It
+    goes with "gather" and "push".
+
     x_TD: [T, D], floats or the values of `quantize`, with scale_TS [T, S] the scales of its rows
     (scale_GS is [G, 0] without); they travel as bytes. weights_TK: float [T, K]; ids_TK: int32 or
     int64 [T, K]; rank_of_P and slot_of_P: int32 [P]. group: the name of a process group; "" is this
@@ -163,6 +195,8 @@ def dispatch_tokens(
     ranks find out that their GPUs do not reach each other, or a graph is captured before its memory
     was made.
     """
+    if call.layout == BATCHED:
+        return batched(call, dispatch_tokens.part(replace(call, layout=ROWS, experts=0)))
     if call.collective == PUSH:
         raise not_pushed(dispatch_tokens, call)
     sent = Sent(call.x_TD, scales_of(call), call.weights_TK, call.ids_TK)
@@ -184,6 +218,18 @@ def dispatch_tokens(
     token_N = ids_GK.new_empty((0,))
     splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
     return x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R
+
+
+Arrived = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def batched(
+    call: DispatchTokensCall, arrived: Arrived, place: Callable[..., Any] = in_batches
+) -> Arrived:
+    """Rows that arrived, in batches; `place` does what `in_batches` does."""
+    x_GD, scale_GS, weights_GK, ids_GK, _, splits_2R = arrived
+    x_EMD, scale_EMS, slot_GK, counts_E = place(x_GD, scale_GS, ids_GK, call.experts)
+    return x_EMD, scale_EMS, weights_GK, slot_GK, counts_E, splits_2R
 
 
 def not_pushed(op: Op, call: Any) -> NotImplementedError:

@@ -241,9 +241,26 @@ def check_weights(call: ExpertsCall) -> None:
     check_static_scale("x_scale", call.x_scale, x_format, x_TD, E)
     check_static_scale("h_scale", call.h_scale, x_format, x_TD, E)
     if x_format:
+        _check_contained(
+            "x_scale", call.x_scale, "global_scale13_E", call.global_scale13_E, x_format
+        )
+        _check_contained("h_scale", call.h_scale, "global_scale2_E", call.global_scale2_E, x_format)
         check_input_format("x_format", x_format, D)
         check_input_format("x_format", x_format, I)
     check_devices(x_TD, w13_EFD=w13_EFD, w2_EDI=w2_EDI, b13_EF=call.b13_EF, b2_ED=call.b2_ED)
+
+
+def _check_contained(
+    name: str, scale: Tensor | None, factors: str, global_scale_E: Tensor | None, x_format: str
+) -> None:
+    """Raise unless factors are there that contain the global scale of each expert's input."""
+    if scale is None or scale.numel() == 1 or global_scale_E is not None:
+        return
+    if Format.of(x_format).has_global_scale:
+        raise ValueError(
+            f"{name} has a global scale for the input of each expert, which {factors} is to "
+            f"contain, and there is none; give {factors}, each times its expert's {name}"
+        )
 
 
 def _check_offset(offset: int, expert_map: Tensor | None, here: int) -> None:
@@ -307,12 +324,13 @@ def experts(call: ExpertsCall) -> Tensor:
     With a w_format both weights are quantised, as `expert_gemm` says; the names that end in scale,
     zero and global scale belong to them. With an x_format the tokens and the activations h are
     quantised before their product, as `quantize` does, with the static scales x_scale and h_scale:
-    one value, or float32 [E] where the format has one scale for the tensor, by which each routed
-    row is quantised with the scale of its expert. Of nvfp4 these are global scales, one value each,
-    which global_scale13_E and global_scale2_E then contain; without them each row has a global
-    scale of its own, its largest magnitude over 6 * 448, which is multiplied in. A row's result
-    depends on that row alone, unless one scale for the tensor is made at run time (see `quantize`).
-    global_scale13_E may be [E, 2]: the factors of gate and up, where they were quantised apart.
+    one value, or float32 [E], by which each routed row is quantised with the scale of its expert.
+    Of nvfp4 these are global scales, which global_scale13_E and global_scale2_E then contain, and
+    of several a backend that takes one value takes the largest, and factors to match it; without
+    them each row has a global scale of its own, its largest magnitude over 6 * 448, which is
+    multiplied in. A row's result depends on that row alone, unless one scale for the tensor is made
+    at run time (see `quantize`). global_scale13_E may be [E, 2]: the factors of gate and up, where
+    they were quantised apart.
 
     expert_offset is the global id of the first expert here, if those here follow each other. It
     says what the expert_map says, which must be given too, for backends that take an offset.

@@ -83,12 +83,16 @@ def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(x_RD: Tensor, format: str, scale_R: Tensor) -> tuple[Tensor, Tensor, str]:
-    """Round each row to a format of one scale for the tensor, with a static scale of its own.
+    """Round each row to a format of one scale for the tensor, or of a global scale, with a static
+    scale of its own.
 
-    Returns what `quantize` does, and the format that the rows then have: a scale for each. No op,
-    so that no pass takes it for one whose scale is that of all rows.
+    Returns what `quantize` does, and the format that the rows then have: a scale for each, or below
+    global scales the same. No op, so that no pass takes it for one whose scale is that of all rows.
     """
     _refuse_gradient(x_RD, scale_R)
+    if Format.of(format).has_global_scale:
+        done = packing.quantize(x_RD[:, None], Format.of(format), global_scale=scale_R)
+        return done.values[:, 0], done.scale[:, 0], format
     found = replace(Format.of(format), group=ROW)
     done = packing.quantize(x_RD, found, scale=scale_R[:, None])
     return done.values, done.scale, found.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from moe_ops.ops.activate import activate
@@ -24,6 +25,7 @@ from moe_ops.ops.experts_adapted_backward import (
 )
 from moe_ops.ops.experts_adapted_saving import experts_adapted_saving
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
+from moe_ops.ops.experts_batched import ExpertsBatchedCall, experts_batched
 from moe_ops.ops.experts_over_ranks import experts_over_ranks
 from moe_ops.ops.experts_saving import experts_saving
 from moe_ops.ops.moe import moe
@@ -56,6 +58,13 @@ def layer_flops(layer: ExpertsCall, pairs: int) -> int:
 
 def experts_flops(call: ExpertsCall) -> int:
     return layer_flops(call, call.ids_TK.numel())
+
+
+def batched_flops(call: ExpertsBatchedCall) -> int:
+    """Both products of every slot of a batch: shapes do not tell how many are used."""
+    E, M, _ = call.batches.x_EMD.shape
+    layer = replace(call.layer, x_TD=call.batches.x_EMD.flatten(0, 1))
+    return layer_flops(layer, E * M)
 
 
 def wgrad_flops(call: ExpertWgradCall) -> int:
@@ -149,6 +158,9 @@ RULES: dict[Op, Rules] = {
             lambda call: quantizes_all(call.layer),
             lambda call: call.layer,
         ),
+    ),
+    experts_batched: Rules(
+        flops=batched_flops, autocast=("x_EMD", "w13_EFD", "w2_EDI"), vmap=EACH, sharding=SORTED
     ),
     expert_loads: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=SORTED),
     dispatch_tokens: Rules(flops=NO_PRODUCT, autocast=AS_GIVEN, vmap=EACH, sharding=OF_RANKS),

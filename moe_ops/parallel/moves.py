@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_ops.checks.options import check_int, check_ints, check_type
 from moe_ops.checks.signature import described
+from moe_ops.registry.derived import written
 
 HELD = -1  # stands for the row that is kept aside while a cycle turns
 
@@ -139,9 +140,10 @@ def apply_moves(tensors: Mapping[str, Tensor], moves: Moves, *, shared: int = 0)
     """Move the rows of all tensors in place: weights, scales, zero points and biases, prepared for
     a backend or not.
 
-    Storage stays where it is, so captured graphs go on with the moved experts; one row of memory is
-    used besides. Views of the same rows, under two names, move once. `shared` says how many rows,
-    those of fused shared experts, follow the ones that may move, and stay.
+    Storage stays where it is, so captured graphs go on with the moved experts, and what backends
+    made of scales is made anew, where it is; one row of memory is used besides. Views of the same
+    rows, under two names, move once. `shared` says how many rows, those of fused shared experts,
+    follow the ones that may move, and stay.
 
     Raises ValueError, before anything is written, for a tensor with another number of rows, an
     expanded one, one made under torch.inference_mode(), and two that share a part of their memory.
@@ -161,6 +163,8 @@ def apply_moves(tensors: Mapping[str, Tensor], moves: Moves, *, shared: int = 0)
                     tensor[to].copy_(held)
                 else:
                     tensor[to].copy_(tensor[source])
+    if steps:
+        written(tensors.values())
 
 
 def _check(tensors: Mapping[str, Tensor], num_rows: int) -> None:

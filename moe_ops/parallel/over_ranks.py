@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ops.parallel.moves import Moves, apply_moves
 from moe_ops.ranks.groups import Group, all_to_all
+from moe_ops.registry.derived import written
 
 
 def move_over_ranks(
@@ -59,6 +60,8 @@ def move_over_ranks(
         apply_moves({name: t}, mine.local, shared=shared)
         for received, (_, row) in zip(coming, receives, strict=True):
             t[row].copy_(received.view(t.dtype).view(t[row].shape))
+    if receives:
+        written(tensors.values())
 
 
 def _bytes(row: Tensor) -> Tensor:

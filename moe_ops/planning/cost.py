@@ -34,6 +34,7 @@ from moe_ops.ops.experts_adapted import ExpertsAdaptedCall
 from moe_ops.ops.experts_adapted_backward import ExpertsAdaptedBackwardCall
 from moe_ops.ops.experts_adapted_saving import ExpertsAdaptedSavingCall
 from moe_ops.ops.experts_backward import ExpertsBackwardCall
+from moe_ops.ops.experts_batched import ExpertsBatchedCall
 from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, traffic
 from moe_ops.ops.experts_saving import ExpertsSavingCall
 from moe_ops.ops.moe import MoeCall
@@ -256,6 +257,14 @@ def _layer(a: ExpertsCall, T: int, K: float, routing: float) -> Cost:
     )
 
 
+def _experts_batched(a: ExpertsBatchedCall, E: int) -> Cost:
+    """The cost of `experts_batched`, of as many rows as are expected; of all if that is not
+    said."""
+    M, _ = _sizes(a.batches.x_EMD)
+    layer = replace(a.layer, x_TD=a.batches.x_EMD.flatten(0, 1))
+    return _layer(layer, E * (a.batches.expected or M), 1, 4 * E)
+
+
 def _dispatch_tokens(a: DispatchTokensCall, rows: int) -> Cost:
     """The cost of `dispatch_tokens`: it reads its rows once, and writes at most one for each
     rank."""
@@ -265,7 +274,8 @@ def _dispatch_tokens(a: DispatchTokensCall, rows: int) -> Cost:
 
 
 def _combine_tokens(a: CombineTokensCall, rows: int) -> Cost:
-    return Cost(bytes=(1 + Group.of(a.group).size) * rows * _row(a.y_GD))
+    row = a.y_GD.shape[-1] * a.y_GD.dtype.itemsize
+    return Cost(bytes=(1 + Group.of(a.group).size) * rows * row)
 
 
 def _sum_ranks(a: SumRanksCall, T: int) -> Cost:
@@ -371,6 +381,7 @@ COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "combine": _combine,
     "experts": _experts,
     "moe": _moe,
+    "experts_batched": _experts_batched,
     "expert_wgrad": _expert_wgrad,
     "expert_wgrad_onto": _expert_wgrad_onto,
     "activate_backward": _activate_backward,

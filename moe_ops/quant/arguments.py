@@ -119,11 +119,15 @@ def ragged_axis(format: Format, rows: int, columns: int) -> tuple[str, int, int]
 
 
 def check_static_scale(
-    name: str, scale: Tensor | None, format: str, x: Tensor, experts: int = 1, rows: int = 1
+    name: str,
+    scale: Tensor | None,
+    format: str,
+    x: Tensor,
+    experts: int = 1,
+    rows: int | None = None,
 ) -> None:
-    """Raise unless `scale` may be given for an input of this format: one float32 value or, where
-    there is one scale for the tensor, one for each of several experts; of a global scale, one for
-    each of several rows.
+    """Raise unless `scale` may be given for an input of this format: one float32 value or one for
+    each of several experts; of a global scale, given `rows`, one for each of these.
     """
     if scale is None:
         return
@@ -133,7 +137,9 @@ def check_static_scale(
             f"{name} goes with one scale for the tensor or with nvfp4, got the format {format!r}; "
             "leave it out"
         )
-    each, of = (rows, "rows") if found.has_global_scale else (experts, "experts here")
+    each, of = experts, "experts here"
+    if rows is not None and found.has_global_scale:
+        each, of = rows, "rows"
     one = tuple(scale.shape) == (each,) or scale.numel() == 1  # in this order for varying sizes
     if not one or scale.dtype != torch.float32:
         wanted = f" or one for each of the {each} {of}" if each > 1 else ""

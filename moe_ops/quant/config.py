@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from moe_ops.checks.options import check_fields
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.fake_impls.formats import PUBLISHED
-from moe_ops.quant.arguments import named_format
+from moe_ops.quant.arguments import named_format, not_codes
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.quant.schemes import SCHEMES, check_groups, format_of, scheme_of
 
@@ -23,12 +23,15 @@ class QuantConfig:
 
     Format strings as the ops take them; inputs = "" stays in 16 or 32 bits. With static_inputs the
     layer holds the scales of the inputs; without, inputs are scaled at run time. One scale serves
-    all experts, or with per_expert_inputs each has its own. With ordered_input the layer holds
-    `input_order`, in which columns of its input go to the first product: for weights that GPTQ
-    quantised in the order of their activations. One order serves all experts; with per_expert_order
-    each has its own, and a token's columns are put in order once for each expert that it goes to.
-    With two_global_scales gate and up have a global scale each, of weights that have one (nvfp4):
-    for checkpoints that quantised them apart. Not every backend multiplies by two.
+    all experts, or with per_expert_inputs each has its own: of nvfp4, whose static scales are
+    global ones, a backend that takes one value takes the largest, and factors that match it.
+
+    With ordered_input the layer holds `input_order`, in which columns of its input go to the first
+    product: for weights that GPTQ quantised in the order of their activations. One order serves all
+    experts; with per_expert_order each has its own, and a token's columns are put in order once for
+    each expert that it goes to. With two_global_scales gate and up have a global scale each, of
+    weights that have one (nvfp4): for checkpoints that quantised them apart. Not every backend
+    multiplies by two.
 
     Raises ValueError for formats that no scheme of `moe_ops.quant.schemes` joins, TypeError for
     what is neither a string nor a flag.
@@ -55,12 +58,10 @@ class QuantConfig:
                 f"static_inputs goes with one scale for the tensor or with nvfp4, got the inputs "
                 f"{self.inputs!r}; leave it out"
             )
-        if self.per_expert_inputs and not (
-            self.static_inputs and inputs is not None and not inputs.has_global_scale
-        ):
+        if self.per_expert_inputs and not self.static_inputs:
             raise ValueError(
-                "per_expert_inputs goes with static_inputs and one scale for the tensor, got "
-                f"static_inputs={self.static_inputs} and the inputs {self.inputs!r}; leave it out"
+                "per_expert_inputs says that static scales of inputs are each expert's own, got "
+                "static_inputs=False; give both, or leave it out"
             )
         if self.ordered_input and (weights.integer is None or inputs is not None):
             raise ValueError(
@@ -114,7 +115,7 @@ class QuantConfig:
     def with_static_inputs(weights: str, inputs: str) -> QuantConfig:
         """The formats with static scales of inputs: each expert's own where weights of 8 bits meet
         inputs with one scale for the tensor, and one for all experts beside others, as no kernel on
-        GPUs takes several there.
+        GPUs takes several there. Of nvfp4 `per_expert_inputs` keeps them.
         """
         one = QuantConfig(weights=weights, inputs=inputs, static_inputs=True)
         assert one.input_format is not None
@@ -134,6 +135,23 @@ class QuantConfig:
     def scheme(self) -> str:
         """The name of the scheme, a key of `SCHEMES`."""
         return scheme_of(self.format, self.input_format)
+
+    def batched_scale_shape(
+        self, experts: int, max_tokens: int, width: int
+    ) -> tuple[int, int, int]:
+        """The shape of the scales that come with batches of quantised tokens, x_scale_EMG of
+        `experts_batched`: [E, M, 1] of one scale a row, [E, M, width / 128] of 1x128.
+
+        Raises ValueError for inputs that do not come as codes with scales of their own.
+        """
+        why = not_codes(self.inputs) or ("has static scales" if self.static_inputs else None)
+        if why is not None:
+            raise ValueError(
+                f"batches of {self} have no scales, as the input format {self.inputs!r} {why}; "
+                "give x_EMD as floats"
+            )
+        rows, groups = Format.of(self.inputs).parsed.scale_shape(max_tokens, width)
+        return experts, rows, groups
 
     def __str__(self) -> str:
         """Scheme and formats for a log."""

@@ -1,6 +1,6 @@
 """Scales: from what checkpoints hold to what the ops multiply by.
 
-All but `product` run when weights are loaded: they wait for the device.
+All but `product` and `one_input_scale` run when weights are loaded: they wait for the device.
 """
 
 from __future__ import annotations
@@ -89,8 +89,30 @@ def wrong_scale(scale: Tensor, kind: str, *, signed: bool = False) -> str | None
     return str(lowest if lowest <= 0 else highest)
 
 
+LEAST_INPUT_SCALE = 1e-12  # its reciprocal is finite
+
+
 def product(global_scale_E: Tensor | None, scale: Tensor | None) -> Tensor | None:
-    """The factor of each expert's product, of nvfp4: that of its weight, times that of the input
-    where it is static.
+    """The factor of each expert's product, of nvfp4: that of its weight, or the two of gate and up,
+    times that of the input where it is static: one value, or one for each expert.
     """
-    return global_scale_E if global_scale_E is None or scale is None else global_scale_E * scale
+    if global_scale_E is None or scale is None:
+        return global_scale_E
+    return global_scale_E * _beside(scale, global_scale_E)
+
+
+def one_input_scale(scale: Tensor, global_scale_E: Tensor) -> tuple[Tensor, Tensor]:
+    """A static global scale for the inputs of all experts, [1], and the factors of the product.
+
+    `global_scale_E`, [E] or [E, 2], contains the scale of each expert's input. The largest scale
+    loses nothing of any expert's range.
+    """
+    if scale.numel() == 1:
+        return scale.reshape(1), global_scale_E.contiguous()
+    one = scale.max().clamp(min=LEAST_INPUT_SCALE).reshape(1)
+    return one, global_scale_E / _beside(scale, global_scale_E) * one
+
+
+def _beside(scale: Tensor, factors: Tensor) -> Tensor:
+    """Scales of experts as they are multiplied with one factor for each expert, or several."""
+    return scale if factors.dim() == 1 else scale[:, None]

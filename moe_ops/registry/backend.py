@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -42,6 +43,27 @@ ANY_NUMBER = Rows()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Multiples:
+    """The multiples that widths of a layer are to be: `hidden` of the model's, `intermediate` of an
+    expert's."""
+
+    hidden: int = 1
+    intermediate: int = 1
+
+    def __or__(self, other: Multiples) -> Multiples:
+        """The least multiples of both."""
+        return Multiples(
+            hidden=math.lcm(self.hidden, other.hidden),
+            intermediate=math.lcm(self.intermediate, other.intermediate),
+        )
+
+
+# Of the names of the formats of weights and inputs, and the dtype of tokens; a str says why it does
+# not multiply these.
+Rounds = Callable[[str, str, torch.dtype], Multiples | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
     """What a backend needs of a machine, whatever the call: in words, why a device has it not
     (`missing` gives None where it has), and the package, if one has to be installed."""
@@ -71,7 +93,8 @@ class Backend:
     function of the op's arguments that runs those like it, or None, where `run` does. `aligned`
     says that where any tensor begins in its memory decides, too, not only one of bytes. `in_plan`
     gives what runs the calls of a compiled graph, in the place of `run`, for the text of the plan
-    that says which backends do. One that runs calls by several paths, which `Registration.path`
+    that says which backends do. `rounds` says of which multiples widths are to be, for layers that
+    are made for it; None: of none. One that runs calls by several paths, which `Registration.path`
     registers, says in words by which of them a call would run, and why not by those asked before
     it: `told`. Of calls in float64, which `in_double` tells, it gets none, whatever it supports.
     """
@@ -93,6 +116,7 @@ class Backend:
     aligned: bool = field(default=False, compare=False)
     in_plan: InPlan | None = field(default=None, compare=False)
     told: Callable[[Any], str] | None = field(default=None, compare=False)
+    rounds: Rounds | None = field(default=None, compare=False)
     in_double: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
     # What of a record it does not read, by name; and whether there is any, which is quicker.
     unread: Callable[[Any], dict[str, Any]] = field(default=lambda call: {}, compare=False)

@@ -12,7 +12,16 @@ from typing import Any
 from moe_ops.checks.shapes import DOUBLE
 from moe_ops.checks.signature import Signature, did_you_mean
 from moe_ops.registry import outside
-from moe_ops.registry.backend import ANY_NUMBER, LAYOUT, Backend, Binds, InPlan, Needs, Rows
+from moe_ops.registry.backend import (
+    ANY_NUMBER,
+    LAYOUT,
+    Backend,
+    Binds,
+    InPlan,
+    Needs,
+    Rounds,
+    Rows,
+)
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.memo import Memo
 from moe_ops.registry.record import Annotations, Arguments
@@ -220,6 +229,10 @@ class Registration:
     def tells(self, name: str, told: Callable[[Any], str]) -> None:
         """Say in words by which path a backend runs a call; `Backend` says what is told."""
         self._put(replace(self._backends[name], told=told))
+
+    def rounds(self, name: str, multiples: Rounds) -> None:
+        """Say of which multiples a backend needs the widths of a layer to be, by its formats."""
+        self._put(replace(self._backends[name], rounds=multiples))
 
     def named(self, name: str) -> Backend | None:
         """A backend, or a path of one, by its name."""

@@ -6,7 +6,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from moe_ops.passes.report.summary import summarize
 from moe_ops.passes.rewriting.context import Context, Note
 from moe_ops.planning.cost import Device, device_of
 from moe_ops.planning.plan import Plan
+from moe_ops.prepared import HoldsExperts
 
 Inputs = Mapping[str, Any] | Sequence[Any]
 
@@ -174,7 +175,7 @@ def _explanation(
     device, seen, first = watch.device(), [], None
     for graph in watch.graphs:
         for layer in regions.layers(graph.run, graph.calls, device, tokens):
-            seen.append(layer.region)
+            seen.append(replace(layer.region, padding=_padding(model, layer.region.layers[0])))
             first = first or (graph, layer.block)
     runs = [graph.run for graph in watch.graphs]
     looked = [run.found for run in runs if run.found is not None]
@@ -195,6 +196,16 @@ def _explanation(
         linears=codes.grouped(watch.linears),
         captured=call.graphs() if isinstance(call, Compiled) else None,
     )
+
+
+def _padding(model: Any, layer: str) -> str:
+    """What the module that has the experts of a layer says of sizes that it rounds up."""
+    module = plain_module(model)
+    for name in ("", *layer.split(".")):
+        if isinstance(module, HoldsExperts):
+            return module.padding
+        module = getattr(module, name, None) if name else module
+    return module.padding if isinstance(module, HoldsExperts) else ""
 
 
 def _unrun(model: Any) -> Iterator[Note]:

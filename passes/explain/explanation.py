@@ -18,7 +18,7 @@ from moe_ops.planning.cost import Device
 from moe_ops.planning.plan import Plan, Range
 from moe_ops.registry.spec import REFERENCE
 
-VERSION = 4
+VERSION = 5
 WIDTH = 100
 LEGEND = (
     "E: experts (P: of all ranks), K of them for each token. D: the model's width, I: an expert's. "
@@ -86,6 +86,7 @@ class Region:
     runs: tuple[Run, ...]  # the op, or the ops that its definition is made of
     at: tuple[At, ...]
     curve: tuple[At, ...]  # the same at numbers of tokens to plot
+    padding: str = ""  # sizes that the layer rounds up, and who asked for it; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +210,7 @@ def _region(number: int, region: Region) -> str:
     where = f": {names(region.layers)}" if any(region.layers) else ""
     found = [_wrapped(f"{number}. {region.op}, {count(n, 'layer')}{where}", "")]
     found += [_named("sizes", sizes(region)), _named("rows", span(*region.rows))]
+    found += [_named("padded", region.padding)] if region.padding else []
     lifted = region.lifted_from or ("the model calls the op itself",)
     found += [_named("lifted from" if i == 0 else "", text) for i, text in enumerate(lifted)]
     found += [_named("runs on" if i == 0 else "", text) for i, text in enumerate(runs(region))]

@@ -123,6 +123,7 @@ def _regions(found: Explanation) -> str:
         lifted = region.lifted_from or ("the model calls the op itself",)
         facts: list[tuple[str, Sequence[str]]] = [("sizes", [sizes(region)])]
         facts += [("rows", [span(*region.rows)])]
+        facts += [("padded", [region.padding])] if region.padding else []
         facts += [("lifted from", lifted), ("runs on", runs(region)), ("refused", refused(region))]
         facts += [("path", paths(region))]
         facts += [("elsewhere", away)] if (away := elsewhere(region)) else []

@@ -199,7 +199,13 @@ def test_the_backends_that_ran_are_those_that_the_ops_picked() -> None:
     elsewhere = {"quantize", "expert_loads"}
     elsewhere |= {"expert_wgrad", "expert_wgrad_onto", "activate_backward"}
     elsewhere |= {"experts_saving", "experts_backward", "experts_accumulating"}
-    elsewhere |= {"dispatch_tokens", "combine_tokens", "experts_over_ranks", "sum_ranks"}
+    elsewhere |= {
+        "experts_batched",
+        "dispatch_tokens",
+        "combine_tokens",
+        "experts_over_ranks",
+        "sum_ranks",
+    }
     elsewhere |= {name for name in moe_ops.OPS if name.startswith("experts_adapted")}
     assert set(stages) == set(moe_ops.OPS) - elsewhere
     assert contenders.label(stages) == "reference"

@@ -35,7 +35,7 @@ def test_refusals_are_told_and_nothing_run_is_no_pass(capsys: pytest.CaptureFixt
     [
         (["cup"], "no backend 'cup'; there are .*aten, cpu, .*did you mean 'cpu'"),
         (["cpu", "--op", "rout"], "no op 'rout'; there are .*did you mean 'route'"),
-        (["cpu", "--op", "moe"], "no backend 'cpu' of moe; there are reference"),
+        (["cpu", "--op", "moe"], "no backend 'cpu' of moe; there are flashinfer_trtllm, reference"),
         (["cpu", "--sample", "od"], "no case 'od'; there are .*did you mean 'odd'"),
         (["cpu", "--sample", "odd/float32/bia"], "no sample 'bia'; there are .*mean 'bias'"),
         (["cpu", "--check", "row"], "no check 'row'; there are .*did you mean 'rows'"),

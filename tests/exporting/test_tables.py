@@ -39,8 +39,9 @@ QUICK = {
     "dispatch": ("plain", "map_and_holes"), "combine": ("holes",), "expert_loads": ("holes",),
     "expert_gemm": ("tail", "transposed", "uint4:1x16_", "mxfp4_"),
     "experts": ("bias", "gpt_oss", "map_and_holes", "int8:row_int8:row"),
-    "moe": ("plain",),
+    "moe": ("plain",), "experts_batched": ("bias", "int8:row_int8:row"),
 }  # fmt: skip
+BOTH = ("experts", "experts_batched")  # of whose products inputs may be rounded
 EXACT = Tol(0.0, "integers")
 
 
@@ -85,7 +86,7 @@ def hold(name: str, args: tuple[Any, ...], graph: fx.GraphModule) -> None:
     got, want = graph(*tensors_of(args)), OPS[name].reference(*args)
     given = zip(specified(name, args, got), specified(name, args, want), strict=True)
     # Between the products rounding may be to another code.
-    rounded = next((a for a in args if a in INPUT_FORMATS), None) if name == "experts" else None
+    rounded = next((a for a in args if a in INPUT_FORMATS), None) if name in BOTH else None
     for i, (g, w) in enumerate(given):
         tol = TOL[name, F32] if g.dtype in FLOATS else EXACT
         if rounded is not None:

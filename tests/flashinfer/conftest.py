@@ -11,10 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from moe_ops import arena, experts
+from moe_ops import arena, experts, moe
 from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, kept, package, trtllm
 
 STAND_IN = Path(__file__).parent / "stand_in"
+OPS = (experts, moe)  # that have backends there
 CACHES = (package.version, package.module, package.parameters, package._refusal, fits._way)
 
 
@@ -31,7 +32,8 @@ def forget() -> None:
     ):
         held.clear()
     arena.release()
-    experts.memo.clear()
+    for op in OPS:
+        op.memo.clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
         del sys.modules[name]
 
@@ -45,7 +47,8 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
             monkeypatch.setattr(module, "capability", lambda device: (major, minor))
         for cached in (package._refusal, fits._way):
             cached.cache_clear()
-        experts.memo.clear()
+        for op in OPS:
+            op.memo.clear()
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return on
@@ -56,13 +59,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stand-in is installed, and its backends take tensors on the CPU."""
     forget()
     monkeypatch.syspath_prepend(str(STAND_IN))
-    backends = {
-        name: replace(b, devices=None) if name.startswith("flashinfer") else b
-        for name, b in experts.backends.items()
-    }
-    monkeypatch.setattr(experts, "_backends", backends)
-    monkeypatch.setattr(experts, "_order", {})
-    monkeypatch.setattr(experts, "_plans", {})
+    for op in OPS:
+        backends = {
+            name: replace(b, devices=None) if name.startswith("flashinfer") else b
+            for name, b in op.backends.items()
+        }
+        monkeypatch.setattr(op, "_backends", backends)
+        monkeypatch.setattr(op, "_order", {})
+        monkeypatch.setattr(op, "_plans", {})
     yield
     forget()
 

@@ -21,12 +21,22 @@ FORMATS = {
     "bfloat16": ("", ""),
     "float8": (F8, F8),
     "blocks": (BLOCKS, GROUPS),
+    "mxfp8": ("mxfp8", "mxfp8"),
     "mxfp4": ("mxfp4", ""),
+    "mxfp4-mxfp8": ("mxfp4", "mxfp8"),
     "nvfp4": ("nvfp4", "nvfp4"),
 }
 # The most of |got - want| / |want|, in norms: products of 16 bits round in other places, so inputs
 # of codes change code in the middle of two.
-MOST_ERROR = {"bfloat16": 0.008, "float8": 0.03, "blocks": 0.03, "mxfp4": 0.008, "nvfp4": 0.08}
+MOST_ERROR = {
+    "bfloat16": 0.008,
+    "float8": 0.03,
+    "blocks": 0.03,
+    "mxfp8": 0.03,
+    "mxfp4": 0.008,
+    "mxfp4-mxfp8": 0.03,
+    "nvfp4": 0.08,
+}
 WRONG = 0.2  # what no error of roundings reaches
 
 

@@ -27,7 +27,12 @@ PLACES = {
     "cutlass_fused_moe_workspace_size": "flashinfer/fused_moe/core.py",
     "get_cutlass_fused_moe_module": "flashinfer/fused_moe/core.py",
     "get_cutlass_fused_moe_module.cutlass_fused_moe": "flashinfer/fused_moe/core.py",
+    "trtllm_bf16_moe": "flashinfer/fused_moe/core.py",
     "trtllm_bf16_routed_moe": "flashinfer/fused_moe/core.py",
+    "trtllm_fp4_block_scale_moe": "flashinfer/fused_moe/core.py",
+    "trtllm_fp4_block_scale_routed_moe": "flashinfer/fused_moe/core.py",
+    "trtllm_fp8_block_scale_moe": "flashinfer/fused_moe/core.py",
+    "trtllm_fp8_block_scale_routed_moe": "flashinfer/fused_moe/core.py",
     "CuteDslMoEWrapper.__init__": "flashinfer/fused_moe/cute_dsl/fused_moe.py",
     "CuteDslMoEWrapper.run": "flashinfer/fused_moe/cute_dsl/fused_moe.py",
     "CuteDslBf16MoEWrapper.__init__": "flashinfer/fused_moe/cute_dsl/sm90_fused_moe.py",
@@ -37,15 +42,19 @@ PLACES = {
 }
 # Where backends look for them. Methods come with their classes.
 EXPORTS = {
-    "flashinfer/__init__.py": ("autotune", "fp4_quantize"),
+    "flashinfer/__init__.py": ("SfLayout", "autotune", "fp4_quantize"),
     "flashinfer/fused_moe/__init__.py": (
         "ActivationType", "B12xMoEWrapper", "CuteDslBf16MoEWrapper", "CuteDslMoEWrapper",
-        "cutlass_fused_moe", "cutlass_fused_moe_workspace_size", "trtllm_bf16_routed_moe",
+        "Fp8QuantizationType", "RoutingMethodType", "cutlass_fused_moe",
+        "cutlass_fused_moe_workspace_size", "trtllm_bf16_moe", "trtllm_bf16_routed_moe",
+        "trtllm_fp4_block_scale_moe", "trtllm_fp4_block_scale_routed_moe",
+        "trtllm_fp8_block_scale_moe", "trtllm_fp8_block_scale_routed_moe",
     ),
 }  # fmt: skip
-ENUM = ("ActivationType", "flashinfer/tllm_enums.py")
+ENUMS = ("ActivationType", "Fp8QuantizationType", "RoutingMethodType", "SfLayout")
+ENUMS_AT = "flashinfer/tllm_enums.py"
 # Attributes of a wrapper that the next one is given.
-ATTRIBUTES = {"B12xMoEWrapper": ("_static_workspace", "_dynamic_workspace")}
+ATTRIBUTES = {"B12xMoEWrapper": ("_static_workspace", "_dynamic_workspace", "_folded_w1_alpha")}
 
 Signature = list[list[str]]  # of each parameter: its kind, its name, and its default if it has one
 
@@ -86,10 +95,11 @@ def _parameters(a: ast.arguments) -> Iterator[list[str]]:
 
 
 def members(source: str, name: str) -> dict[str, int]:
-    """The members of an enumeration with plain numbers."""
+    """The members of an enumeration with plain numbers, or tuples of one."""
     (node,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
     pairs = ((n.targets[0], n.value) for n in node.body if isinstance(n, ast.Assign))
-    return {t.id: v.value for t, v in pairs
+    values = ((t, v.elts[0] if isinstance(v, ast.Tuple) else v) for t, v in pairs)
+    return {t.id: v.value for t, v in values
             if isinstance(t, ast.Name) and isinstance(v, ast.Constant)}  # fmt: skip
 
 
@@ -105,8 +115,9 @@ def of_stand_in() -> dict[str, Any]:
     found = {}
     for name in PLACES:
         (found[name],) = filter(None, (read(source, name) for source in sources))
-    enum = members((STAND_IN / "flashinfer/fused_moe/kinds.py").read_text(), ENUM[0])
-    return {"version": version_of_stand_in(), "functions": found, ENUM[0]: enum}
+    kinds = (STAND_IN / "flashinfer/fused_moe/kinds.py").read_text()
+    enums = {name: members(kinds, name) for name in ENUMS}
+    return {"version": version_of_stand_in(), "functions": found, **enums}
 
 
 def version_of_stand_in() -> str:
@@ -134,10 +145,12 @@ def changes(wanted: dict[str, Any], root: Root) -> list[str]:
     for place, names in EXPORTS.items():
         there = imported((root / place).read_text())
         found += [f"{place} exports no {name}" for name in names if name not in there]
-    numbers = members((root / ENUM[1]).read_text(), ENUM[0])
-    for member, number in wanted[ENUM[0]].items():
-        if numbers.get(member) != number:
-            found.append(f"{ENUM[0]}.{member} is {numbers.get(member)}, was {number}")
+    source = (root / ENUMS_AT).read_text()
+    for name in ENUMS:
+        numbers = members(source, name)
+        for member, number in wanted[name].items():
+            if numbers.get(member) != number:
+                found.append(f"{name}.{member} is {numbers.get(member)}, was {number}")
     for owner, names in ATTRIBUTES.items():
         source = (root / PLACES[f"{owner}.__init__"]).read_text()
         found += [f"{owner} sets no {n}" for n in names if f"self.{n}" not in source]

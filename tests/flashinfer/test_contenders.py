@@ -54,11 +54,11 @@ def test_it_is_right_and_timed(fake: ModuleType, on: On, formats: str) -> None:
 
 def test_what_it_cannot_run_is_said(fake: ModuleType, on: On) -> None:
     on(9, 0)
-    names = ("flashinfer_cute_dsl", "flashinfer_trtllm")
-    dsl, trtllm = measured("mxfp4", *(contender(CASE, "cpu", name) for name in names))
-    assert "the layout 'flashinfer.chunks' is for floats and nvfp4 codes, got mxfp4" in dsl.refused
-    assert dsl.us is trtllm.us is None and dsl.wrong == trtllm.wrong == ""
-    assert "the layout 'flashinfer.shuffled' is for floats, got mxfp4" in trtllm.refused
+    names = ("flashinfer_cute_dsl", "flashinfer_cutlass")
+    dsl, cutlass = measured("mxfp8", *(contender(CASE, "cpu", name) for name in names))
+    assert "the layout 'flashinfer.chunks' is for floats and nvfp4 codes, got mxfp8" in dsl.refused
+    assert dsl.us is cutlass.us is None and dsl.wrong == cutlass.wrong == ""
+    assert "the layout 'flashinfer.up_gate' is not for mxfp8 codes" in cutlass.refused
     on(8, 0)
     (direct,) = measured("bfloat16", contender(CASE, "cpu", contenders.DIRECT))
     assert "flashinfer_cutlass needs compute capability 9.0, 10.0, 10.3, 12.0 or 12.1, got 8.0" in (

@@ -39,6 +39,11 @@ WAYS = {
     "cute_dsl-nvfp4": (CUTE_DSL, CHUNKS, "nvfp4", (10, 0)),
     "b12x-nvfp4": (B12X, UP_GATE, "nvfp4", (12, 0)),
     "trtllm-bfloat16": (TRTLLM, SHUFFLED, "bfloat16", (10, 3)),
+    "trtllm-blocks": (TRTLLM, SHUFFLED, "blocks", (10, 0)),
+    "trtllm-mxfp8": (TRTLLM, SHUFFLED, "mxfp8", (10, 0)),
+    "trtllm-mxfp4": (TRTLLM, SHUFFLED, "mxfp4", (10, 0)),
+    "trtllm-mxfp4-mxfp8": (TRTLLM, SHUFFLED, "mxfp4-mxfp8", (10, 0)),
+    "trtllm-nvfp4": (TRTLLM, SHUFFLED, "nvfp4", (10, 0)),
 }
 by_way = pytest.mark.parametrize(("name", "layout", "formats", "gpu"), WAYS.values(), ids=WAYS)
 On = Callable[[int, int], None]
@@ -192,17 +197,38 @@ def test_sums_have_one_order_unless_other_bits_are_allowed(fake: ModuleType, on:
             assert flags == [allowed]
 
 
-def test_one_scale_of_inputs_for_experts_with_scales_of_their_own(fake: ModuleType, on: On) -> None:
+ONE_SCALE = {"cutlass": CUTLASS, "cute_dsl": CUTE_DSL, "trtllm": TRTLLM, "b12x": B12X}
+
+
+@pytest.mark.parametrize("name", ONE_SCALE.values(), ids=ONE_SCALE)
+def test_one_scale_of_inputs_for_experts_with_scales_of_their_own(
+    fake: ModuleType, on: On, name: str
+) -> None:
     """The largest, the factors of experts with it in place of their own."""
-    on(10, 0)
+    _, layout, _, gpu = next(way for way in WAYS.values() if way[0] == name and way[2] == "nvfp4")
+    on(*gpu)
     call = call_of("nvfp4")
     assert call.x_scale is not None and call.global_scale13_E is not None
-    each = call.x_scale * torch.tensor([0.25, 1.0, 0.5, 0.125])
-    own = replace(call, x_scale=each, global_scale13_E=call.global_scale13_E / call.x_scale * each)
-    for name, layout in ((CUTLASS, UP_GATE), (CUTE_DSL, CHUNKS)):
-        prepared = stored(own, layout)
-        got = experts.backends[name].run(prepared)
-        assert torch.equal(got, run(name, stored(call, layout)))
+    each, largest = call.x_scale * torch.tensor([1.0, 4.0, 2.0, 1.0]), call.x_scale * 4
+    factors_E = call.global_scale13_E / call.x_scale
+    own = replace(call, x_scale=each, global_scale13_E=factors_E * each)
+    one = replace(call, x_scale=largest, global_scale13_E=factors_E * largest)
+    got = run(name, stored(own, layout))
+    assert torch.equal(got, run(name, stored(one, layout)))
+    check(name, "nvfp4", got, wanted(own))
+
+
+def test_second_inputs_may_have_scales_of_experts(fake: ModuleType, on: On) -> None:
+    """TensorRT-LLM's kernels take each expert's own."""
+    on(10, 0)
+    call = call_of("nvfp4")
+    assert call.h_scale is not None and call.global_scale2_E is not None
+    each = call.h_scale * torch.tensor([1.0, 4.0, 2.0, 8.0])
+    own = replace(call, h_scale=each, global_scale2_E=call.global_scale2_E / call.h_scale * each)
+    got = run(TRTLLM, stored(own, SHUFFLED))
+    check(TRTLLM, "nvfp4", got, wanted(own))
+    assert not torch.equal(fake.calls[-1][1]["output1_scale_scalar"], each)
+    assert torch.equal(fake.calls[-1][1]["output2_scale_scalar"], own.global_scale2_E)
 
 
 @pytest.mark.parametrize("name", [CUTLASS, CUTE_DSL, TRTLLM])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +13,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_ops import experts, flashinfer_options, tune
+import moe_ops
+from moe_ops import MoELayer, QuantConfig, experts, flashinfer_options, tune, using
+from moe_ops.backends.flashinfer import b12x
 from moe_ops.backends.flashinfer.fits import READS
 from moe_ops.backends.flashinfer.stored import UP_GATE
-from moe_ops.ops.experts import ExpertsCall
+from moe_ops.layer.operands import operands_of
+from moe_ops.ops.experts import ExpertsCall, restored
 from moe_ops.parallel.moves import Moves, apply_moves
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.planning import tuned
 from moe_ops.planning.layers import Shape
 from tests.flashinfer.layers import CASE, call_of, error_of, run, stored, wanted, weights_of
+from tests.layer.shards import randomize
 from tests.passes.planned import Hook, any_rows, plans
 from tests.passes.planned import call_of as compiled_call
 
 B12X, CUTLASS = "flashinfer_b12x", "flashinfer_cutlass"
+SWAP = Moves(4, ((0, 2), (2, 0), (1, 3), (3, 1)))
 N = 32
 AROUND = {N - 1: B12X, N: CUTLASS, N + 1: CUTLASS}
 On = Callable[[int, int], None]
@@ -201,7 +207,6 @@ def test_the_wrappers_own_threshold(later: ModuleType, on: On) -> None:
 def test_moved_experts_keep_both_ways_right(later: ModuleType, on: On, upstream: bool) -> None:
     """In place, at the addresses that a wrapper holds, as if they had been loaded so."""
     on(12, 0)
-    moves = Moves(4, ((0, 2), (2, 0), (1, 3), (3, 1)))
     order = [2, 3, 0, 1]
     long = prepared(N)
     factors = {n: getattr(long, n) for n in ("global_scale13_E", "global_scale2_E")}
@@ -209,13 +214,122 @@ def test_moved_experts_keep_both_ways_right(later: ModuleType, on: On, upstream:
     short = first(long, 4)
     with flashinfer_options(b12x_prefill_threshold=N, upstream_prefill=upstream, max_tokens=N):
         before = [picked(call) for call in (short, long)]
-        apply_moves(held, moves)
+        apply_moves(held, SWAP)
         for call, was in zip((short, long), before, strict=True):
             assert error_of(picked(call), was) > 0.2, "experts moved, ids did not"
             fresh = replace(call, **{n: t.clone() for n, t in held.items()})
             assert torch.equal(picked(call), picked(fresh))
             there = torch.tensor(order, dtype=torch.int32)[call.ids_TK]
             assert torch.equal(picked(replace(call, ids_TK=there)), was)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows whenever factors of scales are written."""
+    found, write = [], b12x.Scales.write
+
+    def counted(*args: Any) -> None:
+        found.append(1)
+        write(*args)
+
+    monkeypatch.setattr(b12x.Scales, "write", counted)
+    return found
+
+
+def live(call: ExpertsCall) -> dict[str, Tensor]:
+    """What moves with experts: weights, scales of blocks and global ones."""
+    factors = {n: getattr(call, n) for n in ("global_scale13_E", "global_scale2_E")}
+    return {**weights_of(call), **factors}
+
+
+def test_factors_are_made_once_after_a_move(fake: ModuleType, on: On, writes: list[int]) -> None:
+    """Not in every call; after other writes in the next one."""
+    on(12, 0)
+    call = prepared(4)
+    for _ in range(3):
+        run(B12X, call)
+    assert len(writes) == 1
+    apply_moves(live(call), SWAP)
+    assert len(writes) == 2, "by the move, as graphs run nothing of the host"
+    for _ in range(2):
+        run(B12X, call)
+    assert len(writes) == 2
+    assert call.x_scale is not None and call.global_scale13_E is not None
+    call.x_scale.mul_(2)
+    call.global_scale13_E.mul_(2)
+    assert error_of(run(B12X, call), wanted(restored(call))) < 0.08
+    assert len(writes) == 3
+
+
+@pytest.mark.parametrize("upstream", [False, True], ids=["ours", "upstream"])
+def test_a_replay_after_a_move_reads_the_moved_factors(
+    later: ModuleType, on: On, monkeypatch: pytest.MonkeyPatch, upstream: bool
+) -> None:
+    """A replay is what a capture ran, on the tensors that it was given: here called once more."""
+    on(12, 0)
+    given: dict[int, tuple[Any, dict[str, Tensor]]] = {}
+    run_wrapper = later.fused_moe.B12xMoEWrapper.run
+
+    @functools.wraps(run_wrapper)
+    def captured(wrapper: Any, *args: Any, **named: Any) -> Tensor:
+        given[len(named["x"])] = wrapper, named
+        out: Tensor = run_wrapper(wrapper, *args, **named)
+        return out
+
+    monkeypatch.setattr(later.fused_moe.B12xMoEWrapper, "run", captured)
+    long = prepared(N)
+    short = first(long, 4)
+    with flashinfer_options(b12x_prefill_threshold=N, upstream_prefill=upstream, max_tokens=N):
+        for call in (short, long)[: 1 + upstream]:
+            for _ in range(2):
+                run(B12X, call)
+        held = {tokens: (w, dict(named)) for tokens, (w, named) in given.items()}
+        (wrapper,) = {w for w, _ in held.values()}
+        folded = wrapper._folded_w1_alpha
+        apply_moves(live(long), SWAP)
+        assert wrapper._folded_w1_alpha is folded, "at the address that a graph reads"
+        for call in (short, long)[: 1 + upstream]:
+            tokens = len(call.x_TD)
+            replayed = run_wrapper(held[tokens][0], **held[tokens][1])
+            assert wrapper._folded_w1_alpha is folded
+            fresh = replace(call, **{n: t.clone() for n, t in live(call).items()})
+            assert torch.equal(replayed, run(B12X, fresh))
+
+
+NVFP4 = QuantConfig(weights="nvfp4", inputs="nvfp4", static_inputs=True)
+SIZES: dict[str, Any] = {
+    "num_experts": 4, "top_k": 2, "hidden_size": 256, "intermediate_size": 128,
+    "dtype": torch.bfloat16, "quant": NVFP4,
+}  # fmt: skip
+
+
+def test_a_layer_hands_over_factors_at_one_address(
+    fake: ModuleType, on: On, writes: list[int]
+) -> None:
+    """Which moves and loads of its tensors make anew, and with them what the backend made."""
+    on(12, 0)
+    layer, fresh = randomize(MoELayer(**SIZES)), MoELayer(**SIZES)
+    moe_ops.prepare(layer, UP_GATE.name)
+    x, logits = torch.randn(6, 256).bfloat16(), torch.randn(6, 4)
+    with torch.no_grad(), using(B12X, experts):
+        for _ in range(3):
+            layer(x, logits)
+        places = {operands_of(layer).options()["global_scale13_E"].data_ptr() for _ in range(2)}
+        assert len(places) == 1 and len(writes) == 1
+        apply_moves(layer.expert_tensors(), SWAP)
+        made = len(writes)
+        assert made > 1
+        fresh.load_state_dict(layer.state_dict())
+        moe_ops.prepare(fresh, UP_GATE.name)
+        assert torch.equal(layer(x, logits), fresh(x, logits))
+        state = {n: t * 2 if "global" in n else t for n, t in layer.state_dict().items()}
+        layer.load_state_dict(state)
+        fresh.load_state_dict(state)
+        assert torch.equal(layer(x, logits), fresh(x, logits))
+        assert operands_of(layer).options()["global_scale13_E"].data_ptr() in places
+    plain = randomize(MoELayer(**SIZES))
+    options = [operands_of(plain).options()["global_scale2_E"] for _ in range(2)]
+    assert options[0].data_ptr() != options[1].data_ptr(), "weights as they are loaded keep none"
 
 
 def test_any_two_backends_that_want_other_scales(

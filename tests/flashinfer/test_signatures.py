@@ -57,7 +57,7 @@ def copy(tmp_path: Path) -> Path:
         place: f"from elsewhere import {', '.join(names)}\n"
         for place, names in signatures.EXPORTS.items()
     }
-    sources = dict.fromkeys((*signatures.PLACES.values(), signatures.ENUM[1]), source)
+    sources = dict.fromkeys((*signatures.PLACES.values(), signatures.ENUMS_AT), source)
     for place, text in (sources | exports).items():
         path = tmp_path / place
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,10 @@ def copy(tmp_path: Path) -> Path:
 def test_a_change_is_named(copy: Path, old: str, new: str, said: str | None) -> None:
     assert signatures.changes(signatures.of_stand_in(), copy) == []
     path = copy / signatures.PLACES["trtllm_bf16_routed_moe"]
-    assert path.read_text().count(old) == 1
-    path.write_text(path.read_text().replace(old, new))
+    before, function, after = path.read_text().partition("def trtllm_bf16_routed_moe")
+    parameters, end, body = (function + after).partition(") -> Any:")
+    assert parameters.count(old) == 1
+    path.write_text(before + parameters.replace(old, new) + end + body)
     found = signatures.changes(signatures.of_stand_in(), copy)
     assert found == [] if said is None else (len(found) == 1 and said in found[0]), found
 
@@ -98,7 +100,7 @@ def test_names_that_are_not_exported_any_more_are_named(copy: Path) -> None:
 
 
 def test_attributes_and_members_are_named(copy: Path) -> None:
-    for path in {copy / place for place in (*signatures.PLACES.values(), signatures.ENUM[1])}:
+    for path in {copy / place for place in (*signatures.PLACES.values(), signatures.ENUMS_AT)}:
         text = path.read_text().replace("self._static_workspace", "self._other")
         path.write_text(text.replace("Relu2 = 6", "Relu2 = 7"))
     assert signatures.changes(signatures.of_stand_in(), copy) == [

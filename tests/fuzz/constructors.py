@@ -274,6 +274,7 @@ LAYER = {
     ),
     "hidden_multiple": Slot(legal=(1, 4, 64), illegal=NO_LAYER_SIZE),
     "intermediate_multiple": optional(Slot(legal=(1, 4, 64), illegal=NO_LAYER_SIZE)),
+    "padding": optional(Slot(legal=("cpu", "triton.rows"), illegal=("", "cup", 3, ["cpu"]))),
     "dtype": Slot(
         legal=(None, torch.float32, torch.bfloat16),
         illegal=("float32", torch.int8, torch.complex64, torch.float8_e4m3fn, 3, float, ""),

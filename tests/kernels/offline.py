@@ -72,7 +72,7 @@ from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
 from tests.kernels.offline_floats import layer_call
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_linears import calls_of_linears
-from tests.kernels.offline_ranks import over_ranks, pushed, summed
+from tests.kernels.offline_ranks import in_batches, over_ranks, pushed, summed
 from tests.kernels.offline_states import WITH_STATES, with_states
 from tests.kernels.offline_training import WITH_TRAINING, calls_of_training
 from tests.published_routers import ROUTERS, Router, arguments
@@ -261,6 +261,7 @@ def calls_over_ranks(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]
     """What one of several ranks launches."""
     for name in BOTH:
         yield f"{name} over ranks", lambda c=LAYERS[name]: over_ranks(c)
+        yield f"{name} in batches", lambda c=LAYERS[name]: in_batches(c)
         for ranks_ in (2, 8):
             yield f"{name} pushed to {ranks_}", lambda c=LAYERS[name], R=ranks_: pushed(c, R)
     for ranks_ in (2, 8, 16):

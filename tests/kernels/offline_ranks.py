@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_ops.kernels.triton import push, push_sum, ranks
+from moe_ops.kernels.triton import batches, push, push_sum, ranks
+from moe_ops.kernels.triton.experts.schedule.batches import order_batches, put_back
 from moe_ops.kernels.triton.ranks import Rows
 from moe_ops.testing import Case
 
@@ -27,6 +28,19 @@ def tokens(case: Case, dtype: torch.dtype) -> list[Rows]:
         Rows(x, torch.empty(4, scales), weights, ids)
         for x, scales in ((floats, 0), (codes, 1), (codes, (case.D + 127) // 128))
     ]
+
+
+def in_batches(case: Case) -> None:
+    """Rows that arrived into batches, their order for products, and both ways back."""
+    counts_E, ids_GK = torch.empty(case.E, dtype=torch.int32), torch.empty(8, case.K)
+    for sent in tokens(case, torch.int32):
+        x_GD, scale_GS = (t.repeat(2, 1) for t in (sent.x_TD, sent.scale_TS))
+        batches.in_batches(x_GD, scale_GS, ids_GK.int(), case.E)
+    y_EMD = torch.empty(case.E, 8, case.D, dtype=torch.bfloat16)
+    batches.from_batches(y_EMD, ids_GK, ids_GK.int())
+    ids_TK = torch.empty(8 * case.E, 1, dtype=torch.int32)
+    _, _, ends_E = order_batches(counts_E, ids_TK, torch.empty(8 * case.E, 1))
+    put_back(y_EMD.flatten(0, 1), counts_E, ends_E)
 
 
 def arena_of(R: int) -> push.Arena:

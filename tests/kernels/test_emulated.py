@@ -221,6 +221,27 @@ def test_static_scales_of_a_layer(kernel: str) -> None:
         assert refusal == "has no room in float16 for weights times a static scale of inputs"
 
 
+def test_static_scales_of_experts_become_one() -> None:
+    """The largest of them, and factors in which it stands for their own."""
+    call = call_of(SMALLER, "nvfp4", "nvfp4")
+    assert call.global_scale13_E is not None and call.global_scale2_E is not None
+    x_scale, h_scale = torch.tensor([2e-3], device=DEVICE), torch.tensor([5e-4], device=DEVICE)
+    one = replace(
+        call, x_scale=x_scale, h_scale=h_scale,
+        global_scale13_E=call.global_scale13_E * x_scale,
+        global_scale2_E=call.global_scale2_E * h_scale,
+    )  # fmt: skip
+    smaller_E = torch.exp2(-torch.arange(SMALLER.E, device=DEVICE).float())
+    own = replace(
+        one, x_scale=x_scale * smaller_E, h_scale=h_scale * smaller_E,
+        global_scale13_E=one.global_scale13_E * smaller_E,
+        global_scale2_E=one.global_scale2_E * smaller_E,
+    )  # fmt: skip
+    experts.check(own)
+    assert experts.backends["triton.rows"].refusal("cuda", len(own.x_TD), own) is None
+    assert torch.equal(run_experts("rows", own), run_experts("rows", one))
+
+
 def test_a_token_that_is_no_number_stays_alone() -> None:
     call = call_of(SMALLER, *PAIRS[4])
     want = run_experts("rows", call)

@@ -258,13 +258,8 @@ BAD_FORMATS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "per_expert_dynamic": (
         {"weights": "int8:row", "inputs": "int8:tensor", "per_expert_inputs": True},
-        "per_expert_inputs goes with static_inputs and one scale for the tensor, got static_inputs"
-        "=False and the inputs 'int8:tensor'; leave it out",
-    ),
-    "per_expert_nvfp4": (
-        {"weights": "nvfp4", "inputs": "nvfp4", "static_inputs": True, "per_expert_inputs": True},
-        "per_expert_inputs goes with static_inputs and one scale for the tensor, got static_inputs"
-        "=True and the inputs 'nvfp4'; leave it out",
+        "per_expert_inputs says that static scales of inputs are each expert's own, got "
+        "static_inputs=False; give both, or leave it out",
     ),
     "static_floats": (
         {"weights": "int8:row", "static_inputs": True},

@@ -39,7 +39,7 @@ def formats() -> list[QuantConfig]:
             inputs = Format.of(x) if x else None
             one = inputs is not None and (inputs.group == TENSOR or inputs.has_global_scale)
             kinds = [{}, {"static_inputs": True}][: 1 + one]
-            if one and not inputs.has_global_scale:
+            if one:
                 kinds.append({"static_inputs": True, "per_expert_inputs": True})
             found += [QuantConfig(weights=w, inputs=x, **kind) for kind in kinds if w]
     return found

@@ -19,6 +19,7 @@ FORMATS = [
     ("float8_e4m3fn:row", "float8_e4m3fn:tensor"),
     ("int8:tensor", "int8:tensor"),
     ("mxfp6_e2m3", "float8_e4m3fn:tensor"),
+    ("nvfp4", "nvfp4"),
 ]
 SCALES = torch.tensor([0.005, 0.02, 0.01, 0.08])
 each_format = pytest.mark.parametrize(("w_format", "x_format"), FORMATS)
@@ -29,12 +30,19 @@ LISTS: dict[str, Tensor] = {
 }
 
 
+# Of global scales the factors of experts, which contain them.
+FACTORS: dict[str, dict[str, Tensor]] = {x_format: {} for _, x_format in FORMATS} | {
+    "nvfp4": {n: torch.rand(E) + 0.5 for n in ("global_scale13_E", "global_scale2_E")},
+    "int8:row": {},
+}
+
+
 def call_of(w_format: str, x_format: str, ids: Tensor = LAYER.ids_TK) -> dict[str, Any]:
     return {
         "x_TD": LAYER.x_TD, "weights_TK": LAYER.weights_TK, "ids_TK": ids,
         **quantized(LAYER.w13_EFD, w_format, "w13", "FD"),
         **quantized(LAYER.w2_EDI, w_format, "w2", "DI"),
-        "b13_EF": LAYER.b13_EF, "w_format": w_format, "x_format": x_format,
+        "b13_EF": LAYER.b13_EF, "w_format": w_format, "x_format": x_format, **FACTORS[x_format],
     }  # fmt: skip
 
 
@@ -67,11 +75,12 @@ def test_unequal_scales_are_those_of_a_loop_over_experts(
         assert not torch.allclose(other, want, rtol=1e-3)
 
 
-def test_the_scales_of_a_rank_are_of_its_own_experts() -> None:
-    call = call_of(*FORMATS[0]) | {"x_scale": SCALES, "h_scale": SCALES.flip(0)}
+@pytest.mark.parametrize(("w_format", "x_format"), FORMATS[::3])
+def test_the_scales_of_a_rank_are_of_its_own_experts(w_format: str, x_format: str) -> None:
+    call = call_of(w_format, x_format) | {"x_scale": SCALES, "h_scale": SCALES.flip(0)}
     mapped = half_map(E)
     here = [int((mapped == local).nonzero()) for local in range((E + 1) // 2)]
-    names = [n for n in call if n.startswith(("w13", "w2", "b13", "x_scale", "h_scale"))]
+    names = [n for n in call if n.startswith(("w13_", "w2_", "b13", "x_sc", "h_sc", "glob"))]
     mine = {n: call[n][here] for n in names if call[n] is not None} | {"expert_map": mapped}
     own = torch.where(mapped[LAYER.ids_TK.long()] >= 0, LAYER.ids_TK, -1)
     want = experts(**call | {"ids_TK": own})
@@ -94,7 +103,7 @@ REFUSED = {
     "too_many": (FORMATS[0], torch.ones(E + 1), "each of the 4 experts here, got (5,) of torch.f"),
     "shape": (FORMATS[0], torch.ones(E, 1), "each of the 4 experts here, got (4, 1) of torch.fl"),
     "dtype": (FORMATS[0], torch.ones(E).half(), "experts here, got (4,) of torch.float16"),
-    "nvfp4": (("nvfp4", "nvfp4"), torch.ones(E), "must be one float32, got (4,) of torch.float32"),
+    "nvfp4": (("nvfp4", "nvfp4"), torch.ones(3), "each of the 4 experts here, got (3,) of torch"),
     "rows": (("int8:row", "int8:row"), torch.ones(E), "goes with one scale for the tensor or with"),
 }
 
@@ -105,6 +114,14 @@ def test_other_scales_are_refused(
     formats: tuple[str, str], scale: Tensor, found: str, name: str
 ) -> None:
     assert_refused(experts, call_of(*formats), Bad({name: scale}, found))
+
+
+def test_global_scales_of_inputs_are_in_factors() -> None:
+    call = call_of("nvfp4", "nvfp4") | {"x_scale": SCALES, "h_scale": SCALES}
+    experts(**call)
+    for name, factors in (("x_scale", "global_scale13_E"), ("h_scale", "global_scale2_E")):
+        said = f"{name} has a global scale for the input of each expert, which {factors} is to"
+        assert_refused(experts, call, Bad({factors: None}, said))
 
 
 def test_there_is_no_gradient() -> None:

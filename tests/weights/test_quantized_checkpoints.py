@@ -189,9 +189,12 @@ def test_one_scale_serves_all_inputs_and_every_rank_finds_it(tmp_path: Path) -> 
         assert layer.h_scale.item() == pytest.approx(0.05)
 
 
+@pytest.mark.parametrize("name", ["modelopt_fp8", "modelopt_nvfp4"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_layer_that_has_one_for_each_expert_keeps_them(split: str, tmp_path: Path) -> None:
-    layout = LAYOUTS["modelopt_fp8"]
+def test_a_layer_that_has_one_for_each_expert_keeps_them(
+    split: str, name: str, tmp_path: Path
+) -> None:
+    layout = LAYOUTS[name]
     entries = write(tmp_path, layout).entries
     want = {"x_scale": 0.1 * torch.arange(1, E + 1), "h_scale": 0.2 * torch.arange(1, E + 1)}
     for e in range(E):
@@ -221,7 +224,9 @@ def test_a_layer_that_has_one_for_each_expert_keeps_them(split: str, tmp_path: P
         ("modelopt_fp8", False),
         ("modelopt_fp8", True),
         ("modelopt_nvfp4", False),
+        ("modelopt_nvfp4", True),
         ("compressed_nvfp4", False),
+        ("compressed_nvfp4", True),
     ],
 )
 def test_of_input_scales_of_gate_and_up_the_larger_one_is_kept(

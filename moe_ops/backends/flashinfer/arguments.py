@@ -68,21 +68,6 @@ def activation_type(call: ExpertsCall) -> Any:
     return getattr(kinds, fits.activation(call))
 
 
-def one_input_scale(scale: Tensor, global_scale_E: Tensor) -> tuple[Tensor, Tensor]:
-    """A static scale for the inputs of all experts, [1], and the factors [E] of the product.
-
-    `global_scale_E` contains the scale of each expert's input. The largest scale loses nothing of
-    any expert's range.
-    """
-    if scale.numel() == 1:
-        return scale.reshape(1), global_scale_E.contiguous()
-    one = scale.max().clamp(min=LEAST_SCALE).reshape(1)
-    return one, global_scale_E / scale * one
-
-
-LEAST_SCALE = 1e-12  # its reciprocal is finite
-
-
 def _contiguous(t: Tensor, dtype: torch.dtype) -> Tensor:
     """`t` in `dtype` and contiguous. A check comes first because `to` and `contiguous` take a
     microsecond even where nothing is to be done."""

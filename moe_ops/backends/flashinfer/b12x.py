@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from moe_ops.backends.flashinfer.options import CURRENT, current
 from moe_ops.backends.flashinfer.stored import UP_GATE
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.registry.backend import Rows
+from moe_ops.registry.derived import Derived, alias
 
 NAME = "flashinfer_b12x"
 CAPABILITIES = ((12, 0), (12, 1))
@@ -29,6 +31,7 @@ WAYS = {
 MACHINE = package.Machine(capabilities=CAPABILITIES, packages=(package.CUTE_DSL,), cuda=13)
 FITS = fits.Fits(machine=MACHINE, ways=WAYS)
 KINDS = {"Swiglu": "silu", "GegluTanh": "gelu_tanh", "Relu2": "relu2"}
+FOLDED = "_folded_w1_alpha"  # of the wrapper: what it made of the first two factors
 THRESHOLD = "cutlass_prefill_threshold"  # of the wrapper, where FlashInfer decides
 
 
@@ -66,7 +69,9 @@ def _run(call: ExpertsCall, layer: Layer, routed: arguments.Routed) -> Tensor:
     """A call of the wrapper, which has room for one at a time."""
     c = call
     with layer.lock:
-        layer.scales.refresh(c)
+        assert c.x_scale is not None and c.global_scale13_E is not None
+        assert c.h_scale is not None and c.global_scale2_E is not None
+        layer.factors.follow(c.x_scale, c.h_scale, c.global_scale13_E, c.global_scale2_E)
         w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held
         with layer.runs.around(c.x_TD.shape[0], kept.tuning((NAME, layer.key))):
             out: Tensor = layer.wrapper.run(
@@ -87,8 +92,9 @@ def _run(call: ExpertsCall, layer: Layer, routed: arguments.Routed) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Factors of one layer at addresses that stay: the wrapper remembers what it made of them by
-    address and version, and every call writes them anew from the live ones."""
+    """Factors of one layer at addresses that stay, made anew after the live ones were written to.
+    The wrapper remembers what it made of them by address and version: it is written to where it is,
+    as graphs read it, and no version tells of that."""
 
     w13_global_scale_E: Tensor
     w2_global_scale_E: Tensor
@@ -107,30 +113,33 @@ class Scales:
         own = tuple(t.clone() if t.is_floating_point() else t for t in six)
         return Scales(w13_global_scale_E, w2_global_scale_E, x, torch.ones(1, device=device), own)
 
-    def refresh(self, call: ExpertsCall) -> None:
-        """Write the scales of a call. A calibrated scale of the second input would saturate its
-        codes, so 1 stands for it."""
-        c = call
-        assert c.x_scale is not None and c.global_scale13_E is not None
-        assert c.h_scale is not None and c.global_scale2_E is not None
-        self.x.copy_(c.x_scale.max())
-        self.w13_global_scale_E.copy_(c.global_scale13_E / c.x_scale)
-        self.w2_global_scale_E.copy_(c.global_scale2_E / c.h_scale)
-        for held, live in zip(self.prefill, self.prefill and cutlass.nvfp4_scales(c), strict=True):
-            if held.data_ptr() != live.data_ptr():
-                held.copy_(live)
+    def write(self, wrapper: Any, blocks: tuple[Tensor, Tensor], *live: Tensor) -> None:
+        """Write the factors of live scales: those of both inputs and of both products. A calibrated
+        scale of the second input would saturate its codes, so 1 stands for it."""
+        x_scale, h_scale, global_scale13_E, global_scale2_E = live
+        self.x.data.copy_(x_scale.max())
+        self.w13_global_scale_E.data.copy_(global_scale13_E / x_scale)
+        self.w2_global_scale_E.data.copy_(global_scale2_E / h_scale)
+        folded_E = getattr(wrapper, FOLDED)
+        if folded_E is not None:
+            folded_E.copy_(self.w13_global_scale_E * self.x)
+        six = cutlass.six_scales(live, blocks) if self.prefill else []
+        for held, made in zip(self.prefill, six, strict=True):
+            if held.data_ptr() != made.data_ptr():
+                held.copy_(made)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A wrapper, and what it is given: aliases of weights and block scales (`held`), as it keeps
-    views of them, which would keep a model alive that nobody uses any more. `lock`: of the stream
-    whose buffers it has. `runs`: how it ran."""
+    views of them, which would keep a model alive that nobody uses any more. `factors`: what writes
+    its scales. `lock`: of the stream whose buffers it has. `runs`: how it ran."""
 
     key: Hashable
     lock: threading.RLock
     wrapper: Any
     scales: Scales
+    factors: Derived
     held: tuple[Tensor, ...]
     runs: kept.Runs = field(default_factory=kept.Runs)
 
@@ -183,7 +192,7 @@ def _layer(call: ExpertsCall) -> Layer:
             all_given[THRESHOLD] = threshold
         package.require(wrapper.__init__, "B12xMoEWrapper", *all_given)
         package.require(wrapper.run, "B12xMoEWrapper.run", "input_global_scale")
-        held = w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = tuple(map(kept.alias, weights))
+        held = w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = tuple(map(alias, weights))
         own = replace(c, w13_scale_EFG=w13_scale_EFG, w2_scale_EDG=w2_scale_EDG)
         made, scales = wrapper(**all_given), Scales.of(own, prefill=bool(threshold))
         for part in PARTS:
@@ -192,7 +201,8 @@ def _layer(call: ExpertsCall) -> Layer:
             made.register_cutlass_prefill_weights(
                 w1_q=w13_EFD, w2_q=w2_EDI, quant_scales=[*scales.prefill]
             )
-        return Layer(key, buffer.lock, made, scales, held)
+        factors = Derived(partial(scales.write, made, (w13_scale_EFG, w2_scale_EDG)))
+        return Layer(key, buffer.lock, made, scales, factors, held)
 
     found = _LAYERS.found(key)
     if found is None and kept.capturing():
@@ -213,4 +223,5 @@ def require_threshold(wrapper: Any, threshold: int) -> None:
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.rounds(NAME, FITS.multiples)
 experts.remembers(NAME, CURRENT, aligned=True)

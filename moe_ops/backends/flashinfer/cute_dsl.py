@@ -13,6 +13,7 @@ from moe_ops.backends.flashinfer.fits import READS, Way
 from moe_ops.backends.flashinfer.options import current
 from moe_ops.backends.flashinfer.stored import CHUNKED
 from moe_ops.ops.experts import ExpertsCall, experts
+from moe_ops.quant.scales import one_input_scale
 
 NAME = "flashinfer_cute_dsl"
 HOPPER, BLACKWELL = ((9, 0),), ((10, 0), (10, 3))
@@ -114,8 +115,8 @@ def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Ten
     assert c.w13_scale_EFG is not None and c.w2_scale_EDG is not None
     assert c.x_scale is not None and c.global_scale13_E is not None
     assert c.h_scale is not None and c.global_scale2_E is not None
-    x_scale, factors13_E = arguments.one_input_scale(c.x_scale, c.global_scale13_E)
-    h_scale, factors2_E = arguments.one_input_scale(c.h_scale, c.global_scale2_E)
+    x_scale, factors13_E = one_input_scale(c.x_scale, c.global_scale13_E)
+    h_scale, factors2_E = one_input_scale(c.h_scale, c.global_scale2_E)
     codes, x_sf = package.module("flashinfer").fp4_quantize(
         arguments.aligned(c.x_TD),
         global_scale=x_scale.reciprocal(),
@@ -139,4 +140,5 @@ def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Ten
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.rounds(NAME, FITS.multiples)
 experts.remembers(NAME, aligned=True)

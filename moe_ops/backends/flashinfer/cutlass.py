@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from moe_ops.backends.flashinfer.options import CURRENT, FlashInferOptions, curr
 from moe_ops.backends.flashinfer.stored import UP_GATE
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.quantize import quantize
+from moe_ops.quant.scales import one_input_scale
 
 NAME = "flashinfer_cutlass"
 TENSOR, BLOCKS, GROUPS = "float8_e4m3fn:tensor", "float8_e4m3fn:128x128", "float8_e4m3fn:1x128"
@@ -303,12 +304,21 @@ def nvfp4_scales(call: ExpertsCall) -> list[Tensor]:
     """Three tensors for each of the two products: the reciprocal of the input's scale, the block
     scales, and the factor of each expert."""
     c = call
+    assert c.x_scale is not None and c.global_scale13_E is not None
+    assert c.h_scale is not None and c.global_scale2_E is not None
+    live = (c.x_scale, c.h_scale, c.global_scale13_E, c.global_scale2_E)
+    return six_scales(live, block_scales(c))
+
+
+def six_scales(live: tuple[Tensor, ...], blocks: Sequence[Tensor]) -> list[Tensor]:
+    """The scales of nvfp4 in the order in which CUTLASS takes them, of those of both inputs and of
+    both products."""
+    x_scale, h_scale, global_scale13_E, global_scale2_E = live
     found = []
-    inputs = ((c.x_scale, c.global_scale13_E), (c.h_scale, c.global_scale2_E))
-    for (scale, global_scale_E), blocks in zip(inputs, block_scales(c), strict=True):
-        assert scale is not None and global_scale_E is not None
-        one, factors_E = arguments.one_input_scale(scale, global_scale_E)
-        found += [one.reciprocal().reshape(()), blocks.view(torch.int32), factors_E]
+    inputs = ((x_scale, global_scale13_E), (h_scale, global_scale2_E))
+    for (scale, global_scale_E), of_blocks in zip(inputs, blocks, strict=True):
+        one, factors_E = one_input_scale(scale, global_scale_E)
+        found += [one.reciprocal().reshape(()), of_blocks.view(torch.int32), factors_E]
     return found
 
 
@@ -321,4 +331,5 @@ SCALES: dict[tuple[str, str], Scales] = {
 
 
 experts.needs(NAME, MACHINE.needs)
+experts.rounds(NAME, FITS.multiples)
 experts.remembers(NAME, CURRENT, alike=alike, aligned=True)

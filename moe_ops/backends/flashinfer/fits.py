@@ -10,7 +10,7 @@ import torch
 
 from moe_ops.backends.flashinfer.package import Capability, Machine, capability
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.registry.backend import is_aligned
+from moe_ops.registry.backend import Multiples, is_aligned
 from moe_ops.registry.gradients import needs_grad
 
 READS = (
@@ -54,6 +54,16 @@ class Fits:
     machine: Machine
     ways: Mapping[Formats, Way]
 
+    def multiples(self, w_format: str, x_format: str, dtype: torch.dtype) -> Multiples | str:
+        """The multiples that widths of a layer are to be, or why its formats are not run."""
+        way = self.ways.get((w_format, x_format))
+        if way is None:
+            return self._formats(w_format, x_format)
+        return Multiples(hidden=way.hidden, intermediate=way.width)
+
+    def _formats(self, w_format: str, x_format: str) -> str:
+        return f"runs {'; '.join(map(_said, self.ways))}; got {_said((w_format, x_format))}"
+
     def refusal(self, call: ExpertsCall) -> str | None:
         """Why a call cannot run: by the device, the package, the formats and the sizes, in this
         order; None if it can."""
@@ -69,7 +79,7 @@ def _way(of: Fits, w_format: str, x_format: str, device: torch.device) -> Way | 
         return reason
     way, got = of.ways.get(formats), capability(device)
     if way is None:
-        return f"runs {'; '.join(map(_said, of.ways))}; got {_said(formats)}"
+        return of._formats(w_format, x_format)
     if got not in way.capabilities:
         wanted = " or ".join(f"{major}.{minor}" for major, minor in way.capabilities)
         assert got is not None

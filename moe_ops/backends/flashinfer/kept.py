@@ -47,7 +47,8 @@ class Kept(Generic[T]):
 
     def get(self, key: Hashable, make: Callable[[], T], of: Sequence[Tensor] = ()) -> T:
         """The thing of a key, made now if there is none. It is dropped with the first of the
-        tensors that it is `of`, which it must not keep alive (`alias`).
+        tensors that it is `of`, which it must not keep alive: it holds aliases
+        (`moe_ops/registry/derived.py`).
 
         Raises RuntimeError if it would have to be made while a CUDA graph is captured.
         """
@@ -87,12 +88,6 @@ class Kept(Generic[T]):
         with self._lock:
             self._held.clear()
             self._loose.clear()
-
-
-def alias(t: Tensor) -> Tensor:
-    """A tensor on the memory of `t` that, unlike a view, does not keep `t` alive."""
-    made = torch.empty(0, dtype=t.dtype, device=t.device)
-    return made.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
 
 def _owner(t: Tensor) -> Tensor:

@@ -128,23 +128,33 @@ def _spread(bytes_N4: Tensor, runs: tuple[tuple[int, int, int], ...]) -> Tensor:
     return signed_N.to(torch.int32).view(torch.uint8).view(-1, 4)
 
 
-def shuffled(t: Tensor, gated: bool) -> Tensor:
+def shuffled_rows(t: Tensor, gated: bool) -> Tensor:
     """Rows of up and gate in turn where gated, then in each 32 rows those that are 4 apart side by
-    side, then blocks of 128 bytes of all rows one after the other.
+    side.
     """
     _require("rows of a weight", t.shape[1], SHUFFLED_ROWS)
-    _require("bytes of a row", t.shape[2] * t.element_size(), BLOCK_BYTES)
     rows = chunked(t, 1) if gated else t
-    rows = rows.unflatten(1, (-1, 8, 4)).transpose(2, 3).flatten(1, 3)
+    return _as(_bytes(rows).unflatten(1, (-1, 8, 4)).transpose(2, 3), t)
+
+
+def unshuffled_rows(t: Tensor, gated: bool) -> Tensor:
+    """The inverse of `shuffled_rows`."""
+    back = _as(_bytes(t).unflatten(1, (-1, 4, 8)).transpose(2, 3), t)
+    return unchunked(back, 1) if gated else back
+
+
+def shuffled(t: Tensor, gated: bool) -> Tensor:
+    """Shuffled rows in blocks of 128 bytes of all rows, one after the other."""
+    _require("bytes of a row", t.shape[2] * t.element_size(), BLOCK_BYTES)
+    rows = shuffled_rows(t, gated)
     return _as(rows.unflatten(2, (-1, BLOCK_BYTES // t.element_size())).transpose(1, 2), t)
 
 
 def unshuffled(t: Tensor, gated: bool) -> Tensor:
     """The inverse of `shuffled`."""
     E, rows = t.shape[:2]
-    blocks = t.reshape(E, -1, rows, BLOCK_BYTES // t.element_size()).transpose(1, 2).flatten(2)
-    back = _as(blocks.unflatten(1, (-1, 4, 8)).transpose(2, 3), t)
-    return unchunked(back, 1) if gated else back
+    blocks = t.reshape(E, -1, rows, BLOCK_BYTES // t.element_size()).transpose(1, 2)
+    return unshuffled_rows(_as(blocks, t), gated)
 
 
 def block_view(t: Tensor) -> Tensor:
@@ -165,6 +175,6 @@ def _as(elements: Tensor, like: Tensor) -> Tensor:
 def _require(what: str, size: int, multiple: int) -> None:
     if size % multiple:
         raise ValueError(
-            f"{what} must be a multiple of {multiple} for this order, got {size}; pad the layer "
-            "(hidden_multiple, intermediate_multiple) or take another backend"
+            f"{what} must be a multiple of {multiple} for this order, got {size}; make the layer "
+            "for its backend (padding=, which names it) or take another backend"
         )

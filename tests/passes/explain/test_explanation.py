@@ -203,7 +203,7 @@ def test_numbers_in_short() -> None:
 def test_an_explanation_goes_through_json() -> None:
     assert Explanation.from_json(EXPLANATION.to_json()) == EXPLANATION
     with pytest.raises(ValueError, match="has version 0"):
-        Explanation.from_json(EXPLANATION.to_json().replace('"version": 4', '"version": 0', 1))
+        Explanation.from_json(EXPLANATION.to_json().replace('"version": 5', '"version": 0', 1))
     with pytest.raises(ValueError, match="explanation's At has no token"):
         Explanation.from_json(EXPLANATION.to_json().replace('"tokens"', '"token"', 1))
 

@@ -181,7 +181,7 @@ def add_row(
         if step + P < L:
             new = load_all(weights, step + P, K, SIZES.S, W, SIZES, False)
             ring = ring + (new,)  # noqa: RUF005
-        acc = add_step(acc, now, False, W, gl.float16, SIZES)
+        acc = add_step(acc, now, W, gl.float16, SIZES)
     return acc
 
 

@@ -36,6 +36,7 @@ from moe_ops.kernels.triton.experts.formats.codes import floats_of, with_float8
 from moe_ops.kernels.triton.experts.operands import operand
 from moe_ops.kernels.triton.experts.operands.beside_sort import made_beside, sort_beside_tokens
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
+from moe_ops.kernels.triton.experts.schedule.batches import order_batches, put_back
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
@@ -66,11 +67,15 @@ class Products:
 def run(
     products: Products, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, layer: Experts,
     expert_map: Tensor | None, residual_TD: Tensor | None = None, tiles: Any = None,
-    adapters: Adapters | None = None,
+    adapters: Adapters | None = None, counts_E: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The `experts` op, with adapters if there are any, added to a contiguous residual if there is
     one. `tiles` are those that the products take, None for products with a table of tiles. The
-    device of x is the current one."""
+    device of x is the current one.
+
+    With counts_E tokens are the slots of batches, which have one expert each: ids and weights are
+    room for theirs, and of slots that are not used nothing is read or written.
+    """
     if products.reads.float8 and layer.codes is not None:
         layer = replace(layer, codes=with_float8(layer.codes))
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
@@ -82,7 +87,8 @@ def run(
         dtype=floats_of(x_TD, codes), tiles=tiles,
     )  # fmt: skip
     c.rounds_x, c.rounds_h = products.rounds(c)
-    x_TD = _order(products, c, x_TD, adapted=adapters is not None)
+    batches = None if counts_E is None else (counts_E, weights_TK)
+    x_TD = _order(products, c, x_TD, batches, adapted=adapters is not None)
     c.h = operand.room_for_hidden(c)
     # Right before the product that adds it: some begin ahead of its end.
     if adapters is not None:
@@ -96,13 +102,19 @@ def run(
     products.down(c)
     if c.inverse_R is None:
         return c.out
+    if counts_E is not None:
+        return put_back(c.out, counts_E, ends_E)
     return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
 
 
-def _order(products: Products, c: Call, x_TD: Tensor, *, adapted: bool) -> Tensor:
-    """Sort pairs, if they are, and make tokens what the first product reads; what adapters read."""
+def _order(
+    products: Products, c: Call, x_TD: Tensor, batches: tuple[Tensor, Tensor] | None, *,
+    adapted: bool,
+) -> Tensor:  # fmt: skip
+    """Sort pairs, if they are, and make tokens what the first product reads; what adapters read.
+    `batches`: counts of slots that need no sorting, and room for their weights."""
     (T, K), E, codes, made = c.ids_TK.shape, c.sizes[0], c.codes, None
-    if products.sorts and not c.reads.gathered:
+    if products.sorts and not c.reads.gathered and batches is None:
         made = made_beside(c, x_TD, adapted=adapted)
     if made is None:
         x_TD = operand.rounded_tokens(x_TD, codes)
@@ -110,7 +122,12 @@ def _order(products: Products, c: Call, x_TD: Tensor, *, adapted: bool) -> Tenso
         c.layer = decoded(c.layer, c.dtype)
     if products.sorts:
         routed = c.ids_TK, E, c.expert_map
-        order = sort_pairs(*routed) if made is None else sort_beside_tokens(*routed, x_TD, made)
+        if batches is not None:
+            order = order_batches(batches[0], c.ids_TK, batches[1])
+        elif made is not None:
+            order = sort_beside_tokens(*routed, x_TD, made)
+        else:
+            order = sort_pairs(*routed)
         rows_R, c.inverse_R, ends_E = order
         c.order = (rows_R, ends_E)
     else:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from flashinfer import fused_moe
+from flashinfer.fused_moe.kinds import SfLayout
 from flashinfer.fused_moe.numbers import Held, calls, nvfp4_codes, require_dense
 
 __version__ = "0.7.2.post1"
-__all__ = ["autotune", "calls", "fp4_quantize", "fused_moe"]
+__all__ = ["SfLayout", "autotune", "calls", "fp4_quantize", "fused_moe"]
 
 
 def fp4_quantize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,18 @@ class Held:
         return x
 
 
+def looks() -> bool:
+    """Whether values may be looked at: not while a graph is captured."""
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+@functools.cache
+def fp4(device: torch.device) -> Tensor:
+    """What codes of four bits stand for, where they are; made ahead of a capture."""
+    return FP4.to(device)
 
 
 def nvfp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,14 +58,15 @@ def nvfp4_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = x.unflatten(-1, (-1, 16))
     scale = (groups.abs().amax(-1) / 6).clamp(max=448).to(torch.float8_e4m3fn)
     steps = groups / scale.float().clamp(min=2**-10)[..., None]
-    magnitude = (steps.abs()[..., None] - FP4[:8]).abs().argmin(-1)
+    magnitude = (steps.abs()[..., None] - fp4(x.device)[:8]).abs().argmin(-1)
     code = (magnitude + 8 * (steps < 0)).flatten(-2).to(torch.uint8)
     return code[..., ::2] | code[..., 1::2] << 4, scale
 
 
 def fp4_values(packed: Tensor) -> Tensor:
     """[..., bytes] to [..., values], the low half of a byte first."""
-    return torch.stack((FP4[(packed & 15).long()], FP4[(packed >> 4).long()]), -1).flatten(-2)
+    values = fp4(packed.device)
+    return torch.stack((values[(packed & 15).long()], values[(packed >> 4).long()]), -1).flatten(-2)
 
 
 def e8m0(scale: Tensor) -> Tensor:
@@ -64,18 +77,23 @@ def linear_scales(swizzled: Tensor, rows: int, groups: int) -> Tensor:
     """One expert's scales from the tiles of 128 rows and 4 columns, element by element:
     (row, group) lies at tile (row // 128, group // 4), then row % 32, row % 128 // 32, group % 4.
     """
-    flat = swizzled.reshape(-1)
-    row, group = torch.arange(rows)[:, None], torch.arange(groups)[None]
+    flat = swizzled.reshape(-1).view(torch.uint8)
+    row, group = _grid(rows, groups, flat.device)
     tile = (row // 128) * (groups // 4) + group // 4
-    return flat[tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + group % 4]
+    found = flat[tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + group % 4]
+    return found.view(swizzled.dtype)
+
+
+def _grid(rows: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.arange(rows, device=device)[:, None], torch.arange(groups, device=device)[None]
 
 
 def scales_of_mma(view: Tensor, rows: int, groups: int) -> Tensor:
     """[E, rows, groups] from the view (32, 4, row tiles, 4, group tiles, E)."""
     assert view.shape[:2] == (32, 4) and view.shape[3] == 4
-    row, group = torch.arange(rows)[:, None], torch.arange(groups)[None]
-    found = view[row % 32, row % 128 // 32, row // 128, group % 4, group // 4]
-    return found.permute(2, 0, 1)
+    row, group = _grid(rows, groups, view.device)
+    codes = view.view(torch.uint8)[row % 32, row % 128 // 32, row // 128, group % 4, group // 4]
+    return codes.permute(2, 0, 1).contiguous().view(view.dtype)
 
 
 def folded_scales(folded: Tensor, rows: int, groups: int) -> Tensor:
@@ -132,14 +150,15 @@ class Layer:
         """The sum over experts, by global ids of which those from `offset` on are here."""
         assert ids.dtype == torch.int32 and weights.dtype == torch.float32
         assert ids.is_contiguous() and weights.is_contiguous()  # read one by one
-        out = torch.zeros(x.shape[0], self.w2.shape[1])
-        for e in range(self.w1.shape[0]):
-            token, choice = (ids == e + offset).nonzero(as_tuple=True)
-            y = self.first(x[token].float(), e) @ self.w1[e].T
+        out = torch.zeros(x.shape[0], self.w2.shape[1], device=x.device)
+        for e in range(self.w1.shape[0]):  # of every token, so that no count is waited for
+            y = self.first(x.float(), e) @ self.w1[e].T
             y = y if self.b1 is None else y + self.b1[e].float()
             h = self.second(self._act(y), e) @ self.w2[e].T
             h = h if self.b2 is None else h + self.b2[e].float()
-            out.index_add_(0, token, h * weights[token, choice, None])
+            mine = ids == e + offset
+            share = torch.where(mine, weights, 0).sum(1, keepdim=True)
+            out += torch.where(mine.any(1, keepdim=True), h * share, 0)
         return out
 
     def _act(self, y: Tensor) -> Tensor:
