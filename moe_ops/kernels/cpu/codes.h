@@ -26,6 +26,9 @@
 #define MOE_VNNI 1
 #endif
 
+// Sums stay in registers if the loops over them are gone early.
+#define MOE_UNROLL _Pragma("GCC unroll 16")
+
 namespace {
 
 constexpr int kLeastGroup = 32;

@@ -102,7 +102,8 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   for (int64_t s = 0; s < w.full_spans; ++s) {
     begin(s);
     for (int64_t i = 0; i < steps; ++i, ++at, p += W::kBytes) {
-      __builtin_prefetch(p + kPrefetchBytes);  // on AMD too: rows of gate and up take turns
+      for (int line = 0; line < W::kBytes; line += 64)
+        __builtin_prefetch(p + line + kPrefetchBytes);  // on AMD too: rows of gate and up take turns
       step(p, at);
     }
     end(s);

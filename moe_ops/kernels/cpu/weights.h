@@ -2,16 +2,7 @@
 //
 // Compiled after inputs.h, before panels.h.
 
-// Sums stay in registers if the loops over them are gone early.
-#define MOE_UNROLL _Pragma("GCC unroll 16")
-
 namespace {
-
-float from_float16(uint16_t half) {
-  const uint32_t sign = uint32_t(half & 0x8000u) << 16, fields = half & 0x7fffu;
-  if (fields >= 0x7c00u) return from_bits(sign | 0x7f800000u | (fields << 13));  // infinity, NaN
-  return from_bits(sign | (fields << 13)) * from_bits(0x77800000u);              // 2**112: of the two exponents' biases
-}
 
 float from_e8m0(uint8_t code) {
   return from_bits(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : uint32_t(code) << 23);
@@ -89,7 +80,7 @@ template <typename E, typename M, typename I> struct Weight {
   typedef I Codes;  // of inputs
   typedef typename M::X X;
   typedef Decoder<E, M> Decode;
-  static constexpr int kStep = Decode::kStep, kBytes = kStep * E::kBits / 8, kPerLane = M::kWidth / kLanes;
+  static constexpr int kStep = Decode::kStep, kBytes = int(bytes_of<E>(kStep)), kPerLane = M::kWidth / kLanes;
   static constexpr bool kIntegers = std::is_same_v<M, IntMath>;
 
   const uint8_t* codes;
@@ -121,7 +112,7 @@ template <typename E, typename M, typename I> struct Weight {
   void load(int64_t e, int64_t f, Row& row) const {
     row.codes = codes + e * expert_stride + f * row_stride;
     if (full_steps < steps) {
-      const int64_t rest = (columns - full_steps * kStep) * E::kBits / 8;
+      const int64_t rest = bytes_of<E>(columns - full_steps * kStep);
       std::memset(row.tail, 0, sizeof row.tail);
       std::memcpy(row.tail, row.codes + full_steps * kBytes, rest);
     }
