@@ -160,7 +160,5 @@ template <> struct Decoder<Int8, IntMath> {
 template <typename Codes, typename Element, typename T> struct MathFor : MathOf<T> {};
 template <typename T> struct MathFor<Int8Codes, Int8, T> { typedef IntMath type; };
 template <typename Codes, typename T> struct MathFor<Codes, Normal4, T> { typedef FloatMath type; };
-template <typename Codes, int Bits, typename T> struct MathFor<Codes, Minima<Bits>, T> { typedef FloatMath type; };
-template <typename Codes, typename T> struct MathFor<Codes, Q6K, T> { typedef FloatMath type; };
 
 }  // namespace
