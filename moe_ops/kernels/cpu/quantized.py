@@ -21,7 +21,7 @@ SOURCES = (
     "records.h", "layer.h", "codes.h", "blocks.h", "inputs.h", "weights.h", "panels.h",
     "quantized.cpp",
 )  # fmt: skip
-# Names of codes.h and blocks.h by element type, and in the order of the numbers that records.h gives them.
+# Names of codes.h and blocks.h by element type.
 ELEMENTS = {
     "int8": "Int8",
     "uint8": "Uint8",

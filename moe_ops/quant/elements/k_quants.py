@@ -1,8 +1,8 @@
 """The K quants of ggml, Q4_K, Q5_K and Q6_K: 256 values in a block with scales of scales.
 
-A value of Q4_K and Q5_K is d * scale * code - d_min * minimum in float32, with a scale and a minimum
-of six bits for 32 values, and of Q6_K d * scale * (code - 32), with a scale of int8 for 16 values;
-d and d_min are float16. Source: `ggml-quants.c` and `ggml-common.h` of ggml.
+A value of Q4_K and Q5_K is d * scale * code - d_min * minimum in float32, with a scale and a
+minimum of six bits for 32 values, and of Q6_K d * scale * (code - 32), with a scale of int8 for 16
+values; d and d_min are float16. Source: `ggml-quants.c` and `ggml-common.h` of ggml.
 
 A block has the bytes of ggml's in another order: those of scales are as they are, and codes lie in
 the order of columns, the lowest four bits of all 256 before what they have above these:
@@ -160,8 +160,7 @@ def _storage(units: int) -> Storage:
 
 
 def reordered(blocks: Tensor, kind: str) -> Tensor:
-    """Blocks of ggml [..., n * units] of the type "Q4_K", "Q5_K" or "Q6_K" as the element has them.
-    """
+    """Blocks of ggml [..., n * units] of the type "Q4_K", "Q5_K" or "Q6_K" as the element has them."""
     units = K_QUANTS[kind].storage.units
     blocks = blocks.unflatten(-1, (-1, units))
     if kind == "Q6_K":
