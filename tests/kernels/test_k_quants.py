@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.backends import triton_formats
-from moe_ops.testing import BF16, DEVICE, F16, F32, Case
+from moe_ops.backends import triton_formats, triton_support
+from moe_ops.testing import DEVICE, F32, Case
 from tests.chosen import in_turn
 from tests.kernels.codes import Weights, product
 from tests.kernels.test_decoded import decoded
@@ -37,10 +37,8 @@ def test_every_code_is_decoded_to_the_bit(w_format: str) -> None:
     assert torch.equal(decoded(halved, F32)[0], blocks.decoded() / 4)
 
 
-@in_turn(pytest.mark.parametrize("dtype", [F16, BF16], ids=str), each_format)
+@in_turn(each_dtype, each_format)
 def test_a_product_with_the_unit_matrix_is_the_matrix(w_format: str, dtype: torch.dtype) -> None:
-    if dtype == BF16 and DEVICE == "cpu":
-        pytest.skip("the interpreter multiplies no bfloat16")
     blocks = weights(w_format, rows=32, columns=256)
     unit = torch.eye(256, dtype=dtype, device=DEVICE)
     assert torch.equal(product(blocks, unit), blocks.decoded().to(dtype).float())
@@ -65,6 +63,11 @@ def test_a_layer(case: str, kernel: str, dtype: torch.dtype) -> None:
 
 
 def test_what_is_refused_says_so() -> None:
+    call = call_of(WIDE, "q6_k")
+    odd = torch.empty(call.w2_EDI.numel() + 1, dtype=torch.uint8, device=DEVICE)[1:]
+    moved = replace(call, w2_EDI=odd.view(call.w2_EDI.shape))
+    why = triton_support.supports_codes(moved)
+    assert why == "needs weights of 6 bits that begin at a multiple of 2 bytes"
     assert triton_formats.refusal("q4_k", "", (256, 512)) is None
     why = triton_formats.refusal("q4_k:1x256", "", (256, 512))
     assert why == "needs one scale above a row of q4_k blocks, got groups of 256"

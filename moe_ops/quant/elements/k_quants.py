@@ -160,7 +160,7 @@ def _storage(units: int) -> Storage:
 
 
 def reordered(blocks: Tensor, kind: str) -> Tensor:
-    """Blocks of ggml [..., n * units] of the type "Q4_K", "Q5_K" or "Q6_K" as the element has them."""
+    """Blocks of ggml [..., n * units] of a type, a key of `K_QUANTS`, as the element has them."""
     units = K_QUANTS[kind].storage.units
     blocks = blocks.unflatten(-1, (-1, units))
     if kind == "Q6_K":
