@@ -58,7 +58,7 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   typedef typename W::Math Math;
   constexpr int registers = W::Decode::kRegisters;
   // Independent sums, so that a product need not wait for the one before; those of other spans are independent.
-  constexpr int chains = span == kSteps || Tokens <= 2 ? 2 : 1;
+  constexpr int chains = !W::kBlocks && (span == kSteps || Tokens <= 2) ? 2 : 1;
   typename W::Decode decode;
   constexpr bool sums_have_zero = W::Element::kZero && !differences, scaled = differences && W::kMinima;
   Floats total[Tokens] = {}, part[Tokens][chains], zero = {}, factor = {};
@@ -97,11 +97,6 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
         if (tile.grouped) part[t][0] *= tile.scales[t][s];
       }
       total[t] += part[t][0] * scale;
-      if constexpr (W::kMinima && !differences) {
-        Floats sums;
-        std::memcpy(&sums, tile.sums[t] + s * kLanes, kVectorBytes);
-        total[t] -= w.spread.template of<span>(row.zero + first) * sums;
-      }
     }
   };
 
@@ -121,6 +116,10 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
     for (; at < w.full_steps; ++at) step(row.codes, at, at);
     if (at < w.steps) step(row.tail, 0, at);
     end(w.full_spans);
+  }
+  if constexpr (W::kMinima && !differences) {
+    for (int64_t g = 0; g < w.padded_minima(); g += kLanes)
+      MOE_UNROLL for (int t = 0; t < Tokens; ++t) total[t] -= load_floats(row.zero + g) * load_floats(tile.sums[t] + g);
   }
   for (int t = 0; t < Tokens; ++t) {
     dots[t] = sum(total[t]) * W::Decode::kFactor;
@@ -194,7 +193,8 @@ template <typename W> struct Worker {
   const W& w;
   Row row;
   Panel<W> panel;
-  Worker(const W& w, bool panels) : w(w), row(w.padded_groups()), panel(w, panels) {}
+  int64_t kept() const { return W::kMinima ? std::max(w.padded_groups(), w.padded_minima()) : w.padded_groups(); }
+  Worker(const W& w, bool panels) : w(w), row(kept()), panel(w, panels) {}
 };
 
 // Results of an expert's first product, given products with gate rows and, if gated, with up rows.

@@ -83,7 +83,7 @@ template <typename E, typename M, typename I> struct Weight {
   typedef typename M::X X;
   typedef Decoder<E, M> Decode;
   static constexpr bool kIntegers = std::is_same_v<M, IntMath>, kBlocks = kInBlocks<E>, kMinima = kHasMinima<E>;
-  static constexpr bool kSums = E::kZero || kMinima;  // whether sums of columns are multiplied, too
+  static constexpr bool kSums = E::kZero || kMinima;  // whether sums of lanes, or of groups, are multiplied, too
   static constexpr int kStep = Decode::kStep, kPerLane = M::kWidth / kLanes;
   static constexpr int kParts = kBlocks ? kBlock / kStep : 1;  // the steps of a block
   static constexpr int kBytes = int(bytes_of<E>(kStep * kParts)) / kParts;  // of a step, on average
@@ -125,6 +125,8 @@ template <typename E, typename M, typename I> struct Weight {
 
   // Scales that a row may be asked for: those of a whole last span.
   int64_t padded_groups() const { return spans * span_groups; }
+  // Minima of a row, with zeros behind them that fill a register.
+  int64_t padded_minima() const { return (columns / kBlock * (kBlock / kLeastGroup) + kLanes - 1) / kLanes * kLanes; }
 
   void load(int64_t e, int64_t f, Row& row) const {
     row.codes = codes + e * expert_stride + f * row_stride;
@@ -169,6 +171,7 @@ template <typename E, typename M, typename I> struct Weight {
     const float above = row.scale[0];
     for (int64_t b = 0; b < columns / kBlock; ++b)
       E::factors(row.codes + b * E::kBlockBytes, above, row.scales.data + b * groups, row.zeros.data + b * groups);
+    if constexpr (kMinima) std::fill(row.zeros.data + padded_groups(), row.zeros.data + padded_minima(), 0.0f);
     row.zero = row.zeros.data;
   }
 
@@ -182,7 +185,8 @@ template <typename E, typename M, typename I> struct Weight {
 };
 
 // Rows of numbers in the order in which a weight's codes are decoded, with zeros after the last column. For elements
-// with zero points or minima, the sums of each lane in each span, and whether all are numbers; of quantised rows, the scales.
+// with zero points, the sums of each lane in each span, with minima those of each group, and whether all are numbers;
+// of quantised rows, the scales.
 template <typename W> struct Arranged {
   typedef typename W::X X;
   typedef typename W::Codes Codes;
@@ -199,7 +203,7 @@ template <typename W> struct Arranged {
 
   Arranged(const W& w, const Inputs& inputs, int64_t rows)
       : w(w), inputs(inputs), width(w.steps * W::kStep), stride(width + 64 / int64_t(sizeof(X))),
-        sums(W::kSums ? w.spans * kLanes : 0),
+        sums(W::kMinima ? w.padded_minima() : W::kSums ? w.spans * kLanes : 0),
         groups(Codes::kQuantized ? (w.columns + inputs.group_columns - 1) / inputs.group_columns : 0), x(rows * stride),
         sum(rows * sums), scale(rows * groups), offset(W::kIntegers ? rows : 0),
         largest(needs_largest() ? rows : 0), infinite(W::kSums ? rows : 0) {
@@ -235,8 +239,13 @@ template <typename W> struct Arranged {
     if constexpr (W::kSums) {
       float* lanes = sum.data + r * sums;
       std::fill(lanes, lanes + sums, 0.0f);
-      for (int64_t i = 0; i < width; ++i)
-        lanes[i / W::kStep / w.span_steps * kLanes + i % W::Math::kWidth / W::kPerLane] += to_float(to[i]);
+      if constexpr (W::kMinima) {
+        for (int64_t i = 0; i < width; ++i)
+          lanes[(i / W::kStep * W::kStep + columns[i % W::kStep]) / kLeastGroup] += to_float(to[i]);
+      } else {
+        for (int64_t i = 0; i < width; ++i)
+          lanes[i / W::kStep / w.span_steps * kLanes + i % W::Math::kWidth / W::kPerLane] += to_float(to[i]);
+      }
       infinite[r] = !std::all_of(lanes, lanes + sums, [](float sum) { return std::isfinite(sum); });
     }
   }
