@@ -41,8 +41,8 @@ def decode(values: Tensor, scale: Tensor | None, zero: Tensor | None, format: st
     found = Format.of(format)
     if found.in_blocks:
         raise NotImplementedError(
-            f"blocks of {format} hold their scales as bytes of floats, which this target cannot take "
-            "apart; export the model in another format, or the call by decompositions('aten')"
+            f"blocks of {format} hold their scales as bytes of floats, which this target cannot "
+            "take apart; export the model in another format, or by decompositions('aten')"
         )
     x = _of_codes(_unpacked(values, found), found)
     rows, columns = x.shape[-2:]

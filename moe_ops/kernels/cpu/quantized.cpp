@@ -103,7 +103,18 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   const uint8_t* p = row.codes + kPrefetchBytes;
   const int64_t steps = span == kSteps ? w.span_steps : 1;
   int64_t at = 0;
-  for (int64_t s = 0; s < w.full_spans; ++s) {
+  if constexpr (W::kBlocks) {  // of which a row has whole ones, and each step is a span
+    const uint8_t* codes = row.codes;
+    for (; at < w.steps; codes += W::Element::kBlockBytes, p += W::Element::kBlockBytes) {
+      for (int line = 0; line < W::Element::kBlockBytes; line += 64) __builtin_prefetch(p + line);
+      MOE_UNROLL for (int part = 0; part < W::kParts; ++part, ++at) {
+        begin(at);
+        step(codes, part, at);
+        end(at);
+      }
+    }
+  }
+  for (int64_t s = W::kBlocks ? w.spans : 0; s < w.full_spans; ++s) {
     begin(s);
     for (int64_t i = 0; i < steps; ++i, ++at, p += W::kBytes) {
       __builtin_prefetch(p);  // on AMD too: rows of gate and up take turns
