@@ -80,7 +80,7 @@ def _of_codes(code: Tensor, format: Format) -> Tensor:
     if isinstance(element, Integer):
         return code - element.offset if element.offset else code
     if isinstance(element, Table):
-        return torch.tensor(element.table, device=code.device)[code.long()]
+        return element.values(code.device)[code.long()]
     assert isinstance(element, Minifloat)
     if element.native:
         return code

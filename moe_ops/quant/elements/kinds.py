@@ -172,14 +172,19 @@ class Table(Element):
     def code_of_zero(self) -> int:
         return self.table.index(0.0)
 
+    def values(self, device: torch.device) -> Tensor:
+        """The table in float32, of numbers, which a traced graph may hold where it holds no tensor
+        that is made of a list."""
+        return torch.stack([torch.full((), value, device=device) for value in self.table])
+
     def encode(self, x: Tensor) -> Tensor:
-        table = x.new_tensor(self.table)
+        table = self.values(x.device)
         middles = (table[1:] + table[:-1]) / 2
         codes = torch.bucketize(x, middles)
         return torch.where(x.isnan(), self.code_of_zero, codes).to(self.storage.dtype)
 
     def decode(self, codes: Tensor) -> Tensor:
-        return torch.tensor(self.table, device=codes.device)[codes.int()]
+        return self.values(codes.device)[codes.int()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
