@@ -26,15 +26,22 @@ class Storage:
     """How values of an element type lie in memory: `values` of them in `units` of a dtype.
 
     Several values share bytes (torch.uint8), each with as many bits, the first in the lowest bits
-    of a little-endian number. Raises ValueError for values that do not fill their bytes.
+    of a little-endian number. With `block` the bytes hold scales beside the codes, in an order that
+    the element alone knows. Raises ValueError for values that do not fill their bytes.
     """
 
     dtype: torch.dtype
     values: int = 1
     units: int = 1
+    block: bool = False
 
     def __post_init__(self) -> None:
-        if self.values == self.units == 1:
+        if self.block and (self.dtype != torch.uint8 or not 0 < self.values <= 8 * self.units):
+            raise ValueError(
+                f"a block of {self.values} values in {self.units} of {self.dtype} must be of "
+                "torch.uint8, with a bit for each value at least; give its values and bytes"
+            )
+        if self.block or self.values == self.units == 1:
             return
         if self.dtype != torch.uint8:
             raise ValueError(
@@ -50,7 +57,7 @@ class Storage:
 
     @property
     def bits(self) -> int:
-        """Bits of one value."""
+        """Bits of one value; of a block, with its share of the scales, rounded down."""
         return 8 * self.dtype.itemsize * self.units // self.values
 
 

@@ -52,6 +52,8 @@ def refusal_of_weights(w_format: str, width: int) -> str | None:
     if format.scale not in kernels.SCALES:
         return f"needs scales of {', '.join(kernels.SCALES)}, got {format.scale}"
     across = format.group[1]
+    if format.in_blocks and across != ALL:
+        return f"needs one scale above a row of {format.element} blocks, got groups of {across}"
     small = across in SMALL_GROUPS or across % GROUP == 0
     if across != ALL and not small and across < width:
         return f"needs groups of 32, 64 or a multiple of 128 columns, or of all, got {across}"

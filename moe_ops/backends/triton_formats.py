@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from moe_ops.backends.triton_device import unavailable
 from moe_ops.backends.triton_inputs import inputs_of
-from moe_ops.kernels.triton import RegisteredWeight, Weight
-from moe_ops.quant.elements.kinds import Element
+from moe_ops.kernels.triton import BlockWeight, RegisteredWeight, Weight
+from moe_ops.quant.elements.kinds import Blocks, Element
 from moe_ops.quant.formats import ALL, Format, keep_by_format
 
 FOUR_BITS, SIX_BITS = ("float4_e2m1", "int4", "uint4"), ("float6_e3m2", "float6_e2m3")
 FLOAT8, EIGHT_BITS = "float8_e4m3fn", ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 ELEMENTS = (*FOUR_BITS, *SIX_BITS, *EIGHT_BITS)
+BLOCKS = ("q4_k", "q5_k", "q6_k")
 LEAST_GROUP = 16
 MOST_TOGETHER = 16, 8  # codes that share bytes, and the bytes, for a decoder
 INPUTS = "float8_e4m3fn:1x128"
@@ -42,6 +43,8 @@ def weight_of(w_format: str, x_format: str) -> Weight:
     as_codes = bool(x_format) and inputs_of(w_format, x_format) is None
     plain = (format.element, *format.group, format.scale, as_codes, format.bits)
     of, storage = format.element_type, format.parsed.storage
+    if format.in_blocks:
+        return BlockWeight(*plain, storage.values, storage.units)
     if not of.triton_decoder:
         return Weight(*plain)
     from moe_ops.kernels.triton.experts.formats.registered import decoder_at
@@ -89,6 +92,8 @@ def _reason(w_format: str, x_format: str) -> str | None:
         return refusal
     if x_format and Format.of(x_format).element not in ELEMENTS:
         return f"quantises inputs to {', '.join(ELEMENTS)}, got {x_format}"
+    if format.in_blocks and across != ALL:
+        return f"needs one scale above a row of {element} blocks, got groups of {across}"
     if across != ALL and (across < LEAST_GROUP or across & (across - 1)):
         return f"needs groups of {LEAST_GROUP}, 32, 64, 128 or more columns, got {across}"
     if inputs_of(w_format, x_format) is not None:
@@ -110,8 +115,10 @@ def _reason(w_format: str, x_format: str) -> str | None:
 def _refuse_element(of: Element) -> str | None:
     """Why the kernels do not decode an element, or None. One that was registered has to bring what
     decodes words of its bytes."""
+    if isinstance(of, Blocks) and of.name in BLOCKS:
+        return None
     if not of.triton_decoder:
-        known = ", ".join(ELEMENTS)
+        known = ", ".join((*ELEMENTS, *BLOCKS))
         return None if of.name in ELEMENTS else f"needs weights of {known}, got {of.name}"
     storage, (values, units) = of.storage, MOST_TOGETHER
     power = storage.values & (storage.values - 1) == 0

@@ -14,7 +14,7 @@ from moe_ops.backends.triton_device import (
     either,
     refuse_device,
 )
-from moe_ops.kernels.triton import in_words
+from moe_ops.kernels.triton import in_blocks, in_words
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.registry.gradients import needs_grad
 
@@ -50,9 +50,12 @@ def supports_codes(call: ExpertsCall) -> str | None:
         refusal = "needs contiguous weights, scales and zero points"
     if refusal is None and c.w13_EFD.dtype == torch.float8_e4m3fn:
         refusal = refuse_device(c.w13_EFD, LEAST_FLOAT8)
-    words = refusal is None and in_words(weight_of(c))
-    if words and any(w.storage_offset() % 4 for w in (c.w13_EFD, c.w2_EDI)):
-        refusal = f"needs weights of {weight_of(c).bits} bits that begin at a multiple of 4 bytes"
+    if refusal is None:
+        weight = weight_of(c)
+        size = 4 if in_words(weight) else 2 if in_blocks(weight) else 1
+        if any(w.storage_offset() % size for w in (c.w13_EFD, c.w2_EDI)):
+            bits = weight.bits
+            refusal = f"needs weights of {bits} bits that begin at a multiple of {size} bytes"
     return refusal
 
 

@@ -9,7 +9,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_ops.kernels.triton import LARGE, MOST_OF_SUMS, STEP, TINY_TOKENS, Weight, most_streamed
+from moe_ops.kernels.triton import (
+    LARGE,
+    MOST_OF_SUMS,
+    STEP,
+    TINY_TOKENS,
+    Weight,
+    in_blocks,
+    most_streamed,
+)
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.products.float8_tile import Float8Tile
@@ -28,6 +36,7 @@ LONG = 8192  # columns of W2, from which on few programs have much to read
 # and where they do not: then loads have masks.
 MOST_OF_8, MOST_OF_8_MASKED = 7, 8
 MOST_STAGES = 16  # of a tile of codes
+BLOCK_ROWS = 32  # of blocks with scales of their own that are decoded at once
 SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
 MANY_STEPS = 2**22  # elements of W2, from which on programs have many steps to round a token in
 FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
@@ -61,6 +70,8 @@ def tiny_of_floats(T: int, K: int, D: int, width: int, processors: int) -> TinyT
 def tiny_of_codes(K: int, codes: Codes) -> TinyTiles:
     """Steps of 128 columns, the group of most formats; not measured yet."""
     BG = 4 if power_of_two(K) != K else min(16, max(2, K))
+    if in_blocks(codes.weight):  # whose decoded values take more registers
+        return TinyTiles(BD=128, BI=BLOCK_ROWS // 2, BG=BG, BR=BLOCK_ROWS // BG, BH=128)
     return TinyTiles(BD=128, BG=BG, BR=64 // BG, BH=128)
 
 
@@ -121,6 +132,8 @@ def rows_of_codes(rows_per_expert: float, width: int, codes: Codes, memory: int)
     BN = next((n for n, most in MOST_OF_TILE.items() if rows_per_expert <= most), 128)
     if not codes.in_words or sums or memory < HOPPER_MEMORY:
         BN = min(BN, 64)
+    if in_blocks(codes.weight):
+        return _tiles(BN, (BLOCK_ROWS // 2, 128, 3, 4), (BLOCK_ROWS, 128, 3, 4))
     if codes.quantizes:
         return _tiles(BN, (64, 128, 4, 8), (128, 128, 4, 8))
     if sums:

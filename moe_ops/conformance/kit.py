@@ -18,8 +18,8 @@ from moe_ops.registry.backend import Backend
 from moe_ops.registry.spec import DECODE_OPS, OPS, Op
 from moe_ops.testing import CASES, Case
 
-# Widths that every kernel takes, of few tokens; many experts are left to `every`.
-ALIGNED = Case(name="aligned", T=6, E=4, K=2, D=128, I=128)
+# Widths that every kernel and every format takes, of few tokens; many experts are left to `every`.
+ALIGNED = Case(name="aligned", T=6, E=4, K=2, D=256, I=256)
 BY_NAME = {case.name: case for case in (*CASES, ALIGNED)}
 QUICK = (
     ("odd", "float32"), ("odd", "bfloat16"), ("odd", "float16"), ("aligned", "bfloat16"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_ops.quant.elements.kinds import Integer, Minifloat
+from moe_ops.quant.elements.kinds import Integer, Minifloat, Table
 from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import E8M0_BIAS, E8M0_NAN
 
@@ -39,6 +39,11 @@ def decode(values: Tensor, scale: Tensor | None, zero: Tensor | None, format: st
         return values.float()
     assert scale is not None
     found = Format.of(format)
+    if found.in_blocks:
+        raise NotImplementedError(
+            f"blocks of {format} hold their scales as bytes of floats, which this target cannot "
+            "take apart; export the model in another format, or by decompositions('aten')"
+        )
     x = _of_codes(_unpacked(values, found), found)
     rows, columns = x.shape[-2:]
     if zero is not None:
@@ -74,6 +79,8 @@ def _of_codes(code: Tensor, format: Format) -> Tensor:
     element = format.element_type
     if isinstance(element, Integer):
         return code - element.offset if element.offset else code
+    if isinstance(element, Table):
+        return element.values(code.device)[code.long()]
     assert isinstance(element, Minifloat)
     if element.native:
         return code

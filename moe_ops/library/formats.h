@@ -14,7 +14,7 @@ constexpr int64_t kAll = -1;
 struct Element {
   const char* name;
   ScalarType dtype;
-  int64_t values;  // in a unit of that dtype
+  int64_t values, units;  // so many values in so many units of that dtype
   bool zero;
 };
 inline constexpr Element kElements[] = {MOE_ELEMENTS};
@@ -86,6 +86,8 @@ inline Format format_of(const Checks& check, const char* argument, const std::st
 // Raises unless the kernels multiply weights of a format, of these widths at most.
 inline void check_weight_format(const Checks& check, const Format& format, int64_t width) {
   const int64_t across = format.group_columns;
+  if (format.element.units > 1 && across != kAll)  // blocks
+    refuse(check.op, "w_format=", said(format.name), " needs one scale above a row of blocks; take the group tensor or row");
   const bool small = across == 32 || across == 64 || across % 128 == 0;
   if (across != kAll && !small && across < width)
     refuse(check.op, "w_format=", said(format.name),

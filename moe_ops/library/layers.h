@@ -21,7 +21,7 @@ inline void check_offset(const Checks& check, std::optional<int64_t> offset, con
            expert_map->numel(), " experts of expert_map are here");
 }
 
-inline Sizes sizes_of(const Checks& check, const ExpertsCall& c, int64_t values) {
+inline Sizes sizes_of(const Checks& check, const ExpertsCall& c, int64_t values, int64_t units) {
   const int64_t rows = c.transposed ? 2 : 1, columns = 3 - rows;
   const int64_t T = c.x_TD.size(0), D = c.x_TD.size(1), E = c.w13_EFD.size(0), F = c.w13_EFD.size(rows);
   if (E < 1) refuse(check.op, "w13_EFD holds no expert, got shape ", said(c.w13_EFD), "; give one expert or more");
@@ -33,10 +33,10 @@ inline Sizes sizes_of(const Checks& check, const ExpertsCall& c, int64_t values)
     if (width % values)
       refuse(check.op, "w_format=", said(c.w_format), " packs ", values, " values together; pad the width ", width);
   const std::string in = c.w_format.empty() ? "" : " packed as " + said(c.w_format);
-  check.size("w13_EFD", c.w13_EFD, columns, D / values, "the width of x_TD", in);
+  check.size("w13_EFD", c.w13_EFD, columns, D / values * units, "the width of x_TD", in);
   check.size("w2_EDI", c.w2_EDI, 0, E, "the experts of w13_EFD");
   check.size("w2_EDI", c.w2_EDI, rows, D, "the width of x_TD");
-  check.size("w2_EDI", c.w2_EDI, columns, I / values, "the width after the activation", in);
+  check.size("w2_EDI", c.w2_EDI, columns, I / values * units, "the width after the activation", in);
   check_pairs(check, c.x_TD, c.ids_TK);
   check.tensor("weights_TK", c.weights_TK, 2, kFloats);
   check.size("weights_TK", c.weights_TK, 0, T, "the tokens of ids_TK");
@@ -76,7 +76,7 @@ inline Tensor plain_experts(const Checks& check, const ExpertsCall& c) {
   const ScalarType dtype = c.x_TD.scalar_type();
   check.tensor("w13_EFD", c.w13_EFD, 3, {dtype}, "convert it first, or name the w_format of codes");
   check.tensor("w2_EDI", c.w2_EDI, 3, {dtype}, "convert it first, or name the w_format of codes");
-  const Sizes s = sizes_of(check, c, 1);
+  const Sizes s = sizes_of(check, c, 1, 1);
   Routed r(check, c, s, c.x_TD);
   const Strided w13(c.w13_EFD, c.transposed), w2(c.w2_EDI, c.transposed);
   Layer& l = r.layer;
@@ -137,7 +137,7 @@ inline Tensor coded_experts(const Checks& check, const ExpertsCall& c) {
     refuse(check.op, "w13_EFD is transposed; quantised weights want their rows to be outputs: store them so");
   for (const auto& [name, w] : {std::pair<const char*, const Tensor&>{"w13_EFD", c.w13_EFD}, {"w2_EDI", c.w2_EDI}})
     check.tensor(name, w, 3, {weights.element.dtype}, "give the codes of w_format, or name the format of these");
-  const Sizes s = sizes_of(check, c, weights.element.values);
+  const Sizes s = sizes_of(check, c, weights.element.values, weights.element.units);
   check_weight_format(check, weights, std::max(s.D, s.I));
   if (inputs) check_input_format(check, *inputs, weights, std::max(s.D, s.I));
   const MaybeTensor x_scale = static_scale(check, "x_scale", c.x_scale, inputs, s.E);

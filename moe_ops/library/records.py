@@ -54,7 +54,7 @@ def _formats() -> str:
     found = {name: Format.of(f"{name}:row") for name in quantized.ELEMENTS}
     elements = (
         f"{{{json.dumps(name)}, {STORED[f.parsed.storage.dtype]}, {f.parsed.storage.values}, "
-        f"{json.dumps(f.has_zero)}}}"
+        f"{f.parsed.storage.units}, {json.dumps(f.has_zero)}}}"
         for name, f in found.items()
     )
     published = (

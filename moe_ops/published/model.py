@@ -331,7 +331,7 @@ def _check_shapes(names: Names, found: Survey) -> None:
     for name, one in found.rest.items():
         target, as_it_is = names.of(name)
         if as_it_is and target in names.tensors:
-            wanted, there = list(names.tensors[target].shape), list(one.read().shape)
+            wanted, there = list(names.tensors[target].shape), list(one.meta.shape)
             if wanted != there:
                 raise ValueError(
                     f"{name}: expected the shape {wanted}, found {there} (in {one.file}); "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from moe_ops.published.formats import Parts, format_of, is_ordered, read_part
 from moe_ops.published.names import EXPERTS
 from moe_ops.weights.configuration import naming
 from moe_ops.weights.files import entries
+from moe_ops.weights.layouts import Coding
 from moe_ops.weights.names import EACH, FUSED, PARTS, RECIPROCALS, W4AFP8, W123, Entry, Style
 from moe_ops.weights.numbers import check_input_factors
 from moe_ops.weights.record import WEIGHTS
@@ -34,6 +35,13 @@ class Found:
     file: Path
     read: Callable[[], Tensor]
     reciprocal: bool = False  # a scale that divides
+    like: Callable[[], Tensor] | None = None  # of one that is made when it is read
+    coding: Coding | None = None  # where the file says it
+
+    @property
+    def meta(self) -> Tensor:
+        """Its shape and dtype."""
+        return self.read() if self.like is None else self.like()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,7 +68,7 @@ class Experts:
     @property
     def in_codes(self) -> bool:
         return any(part in ("scale", "zero") for part, _, _ in self.parts) or any(
-            found.read().dtype not in FLOATS for (part, _, _), found in self.samples()
+            found.meta.dtype not in FLOATS for (part, _, _), found in self.samples()
         )
 
     def samples(self) -> Iterator[tuple[tuple[str, str, int | None], Found]]:
@@ -90,7 +98,7 @@ class Experts:
         if not ("w13" in shards or {"w1", "w3"} <= shards.keys()):
             return None
         one = shards.get("w13") or shards["w1"]
-        shape = one.read().shape
+        shape = one.meta.shape
         rows = shape[-2] if len(shape) > 1 else 0
         return rows // 2 if "w13" in shards else rows
 
@@ -111,8 +119,11 @@ class Experts:
             }
             with naming(f"{found.name} of {found.file}"):
                 module = self.matrix(key, found)
-                parts = _read(of_one, expert is None)
-                name = format_of(parts, codings.of(module), codings.block(module), of_half)
+                if found.coding is not None and found.coding.formats:
+                    name: str | None = found.coding.formats[0]
+                else:
+                    parts = _read(of_one, expert is None)
+                    name = format_of(parts, codings.of(module), codings.block(module), of_half)
             formats.setdefault(name or "floats", found)
         if len(formats) != 1:
             said = ", ".join(f"{f.name} is in {name}" for name, f in formats.items())
@@ -157,10 +168,9 @@ def survey(files: Iterable[Path], leaves_out: Callable[[str], bool]) -> Survey:
                 if leaves_out(stored.name):
                     found.left_out += 1
                     continue
-                if file.suffix == ".gguf" or stored.like is not None:
-                    of = "GGUF" if file.suffix == ".gguf" else "bitsandbytes"
+                if file.suffix == ".gguf":
                     raise ValueError(
-                        f"{stored.name} is of {of}, which is read into layers alone; load MoELayer "
+                        f"{stored.name} is of GGUF, which is read into layers alone; load MoELayer "
                         "with load_checkpoint, or give the checkpoint in another format"
                     )
                 if stored.name in names:
@@ -169,7 +179,10 @@ def survey(files: Iterable[Path], leaves_out: Callable[[str], bool]) -> Survey:
                     )
                 names[stored.name] = file
                 check_input_factors(stored.name, stored.read)
-                one = Found(name=stored.name, file=file, read=stored.read)
+                one = Found(
+                    name=stored.name, file=file, read=stored.read, like=stored.like,
+                    coding=stored.coding,
+                )  # fmt: skip
                 if not _take_experts(found.experts, one):
                     base, _, suffix = stored.name.rpartition(".")
                     others.setdefault(base, {})[suffix] = one
@@ -203,9 +216,7 @@ def _take_experts(experts: dict[str, Experts], one: Found) -> bool:
             of = experts.setdefault(prefix, Experts(prefix=prefix, style=style))
             part, _ = WEIGHTS[entry.parameter]
             of.style = _style_of_both(of, style, part, one.name)
-            of.parts[part, entry.shard, entry.expert] = Found(
-                name=one.name, file=one.file, read=one.read, reciprocal=entry.reciprocal
-            )
+            of.parts[part, entry.shard, entry.expert] = replace(one, reciprocal=entry.reciprocal)
             return True
     return False
 
@@ -233,7 +244,7 @@ def _sort_others(found: Survey, base: str, suffixes: dict[str, Found]) -> None:
     known = {s: one for s, one in suffixes.items() if s in PARTS and PARTS[s] != "bias"}
     weights = [s for s in known if PARTS[s] == "weight"]
     # A router may have a scale beside its weight, which is no scale of codes.
-    coded = any(suffixes[s].read().dtype not in FLOATS for s in weights)
+    coded = any(suffixes[s].meta.dtype not in FLOATS for s in weights)
     for suffix, one in suffixes.items():
         if not (coded and suffix in known):
             found.rest[one.name] = one

@@ -7,7 +7,8 @@ also knows the shapes). A value is
 
 with the code decoded as the element type says. All scales are multipliers of decoding. The zero
 point exists for unsigned elements alone, the global scale (one float32 per expert) for formats
-whose scales are float8_e4m3fn, as in NVFP4.
+whose scales are float8_e4m3fn, as in NVFP4. Blocks of the K quants of ggml are decoded with the
+scales that they hold, and the scale of the format is one more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TypeVar
 from moe_ops.checks.options import MOST_SIZE, check_int, check_text
 from moe_ops.checks.signature import described, did_you_mean
 from moe_ops.fake_impls.formats import ALL, GROUPS, PUBLISHED, SCALES, Parsed, parse
-from moe_ops.quant.elements.kinds import Element, Integer, Minifloat
+from moe_ops.quant.elements.kinds import Blocks, Element, Integer, Minifloat, Table
 from moe_ops.quant.elements.table import ELEMENTS
 
 R = TypeVar("R")
@@ -57,7 +58,7 @@ class Format:
             check_int("each of group", size, most=MOST_SIZE)
         if any(n != ALL and n < 1 for n in self.group):
             raise ValueError(f"group {self.group} must hold sizes above 0, or -1 for all")
-        if self.integer is not None and self.scale in ("e8m0", "float8_e4m3fn"):
+        if self.minifloat is None and self.scale in ("e8m0", "float8_e4m3fn"):
             raise ValueError(
                 f"the element {self.element} wants floating-point scales, got scale={self.scale!r}"
             )
@@ -106,10 +107,16 @@ class Format:
     @property
     def largest(self) -> float:
         """The largest magnitude that symmetric quantisation maps to."""
-        if self.minifloat is not None:
-            return self.minifloat.largest
+        of = self.element_type
+        if isinstance(of, (Minifloat, Table)):
+            return of.largest
         assert self.integer is not None
         return float(self.integer.highest)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether codes come in blocks with scales of their own."""
+        return isinstance(self.element_type, Blocks)
 
     @property
     def has_zero(self) -> bool:

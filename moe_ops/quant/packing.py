@@ -53,7 +53,8 @@ def encode(x: Tensor, element: str) -> Tensor:
 
 
 def decode(codes: Tensor, element: str) -> Tensor:
-    """The exact float32 value of every code that `encode` gives (int4: code - 8)."""
+    """The exact float32 value of every code that `encode` gives (int4: code - 8); of blocks, all
+    values of each."""
     return element_of(element).decode(codes)
 
 
@@ -66,7 +67,7 @@ def pack(codes: Tensor, element: str) -> Tensor:
     values that are packed together.
     """
     storage = element_of(element).storage
-    if storage.values == 1:
+    if storage.values == 1 or storage.block:
         return codes
     _check_multiple(codes, element, storage.values, "codes", "pad the columns")
     return joined(codes, storage)
@@ -78,7 +79,7 @@ def unpack(stored: Tensor, element: str) -> Tensor:
     if storage.values == 1:
         return stored
     _check_multiple(stored, element, storage.units, "packed bytes", "pass whole rows")
-    return split(stored, storage)
+    return stored if storage.block else split(stored, storage)
 
 
 def _check_multiple(t: Tensor, element: str, of: int, what: str, remedy: str) -> None:
@@ -250,7 +251,7 @@ def dequantize(
         )
     _check_dtype(scale, format)
     x = decode(codes, format.element)
-    rows, columns = codes.shape[-2:]
+    rows, columns = x.shape[-2:]
     if zero is not None:
         x = x - expand(zero, format.group, rows, columns).float()
     x = x * expand(decode_scale(scale, format.scale), format.group, rows, columns)
@@ -314,6 +315,9 @@ def _dynamic_scale(x: Tensor, format: Format, common: Tensor | None, scale_rule:
         low, high = groups.amin((-3, -1)).clamp(max=0), groups.amax((-3, -1)).clamp(min=0)
         # Halved, because the difference of two finite values may not be finite.
         amax, largest = high / 2 - low / 2, format.integer.highest / 2
+    elif format.in_blocks:  # whose own scales do it all
+        amax = _grouped(x.abs(), format).amax((-3, -1))
+        return encode_scale(torch.where(amax.isfinite(), 1.0, torch.nan), format.scale)
     else:
         amax, largest = _grouped(x.abs(), format).amax((-3, -1)), format.largest
     if format.scale == "e8m0" and scale_rule == "ceil":

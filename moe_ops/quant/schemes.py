@@ -72,6 +72,8 @@ BUILT_IN = (
     SchemeInfo(name="mxfp8_w8a16", weight_formats=("mxfp8",)),
     SchemeInfo(name="nvfp4_w4a4", weight_formats=("nvfp4",), input_formats=("nvfp4",)),
     SchemeInfo(name="nvfp4_w4a16", weight_formats=("nvfp4",)),
+    SchemeInfo(name="nf4_w4a16", weight_formats=("nf4",)),
+    *(SchemeInfo(name=f"q{n}_k_w{n}a16", weight_formats=(f"q{n}_k",)) for n in (4, 5, 6)),
 )
 
 

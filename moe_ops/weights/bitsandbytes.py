@@ -1,26 +1,38 @@
-"""Weights of four bits as bitsandbytes stores them, decoded when they are read.
+"""Weights of four bits as bitsandbytes stores them, put together when they are read.
 
 A weight w [rows, columns] is 4-bit codes of the flattened matrix, two in a byte, the first in the
 high bits, and a table of 16 values (NF4, FP4), scaled by blocks of the flattened matrix:
 
     w_i = table[q_i] * absmax[i / blocksize]
 
-No format of the ops has such tables or blocks, so layers hold the decoded weight. absmax may be
-stored in eight bits itself (double quantisation), with a table, a scale per block and an offset.
+Where the table is that of NF4 and blocks are parts of rows, that is a format of the ops: experts
+keep their codes, with absmax in float32. Others, and what is no expert, are decoded. absmax may be
+stored in eight bits itself (double quantisation), with a table, a scale per block and an offset; it
+is decoded in any case.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_ops.quant.elements.nf4 import NF4
+from moe_ops.quant.formats import Format
+from moe_ops.quant.packing import dequantize
+from moe_ops.quant.scales import wrong_scale
+from moe_ops.weights.layouts import PLAIN, Axis, Coding, Matrix, Stored
+
+EXPERT = re.compile(r"(^|\.)experts\.")
+SCALE_BYTES = 4  # of absmax in float32, in front of the codes of a block
 STATE = re.compile(r"(?P<weight>.+)\.quant_state\.bitsandbytes__(nf4|fp4)")
 SUFFIXES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 DTYPES = {
@@ -73,12 +85,7 @@ class Weight:
         """The weight, in the dtype that it was quantised from."""
         state = self._checked()
         codes, table = self.get(self.name).reshape(-1), self.get(self.parts["quant_map"]).float()
-        absmax, block = self.get(self.parts["absmax"]), state.blocksize
-        if "nested_absmax" in self.parts:
-            scale = self.get(self.parts["nested_absmax"])
-            every = scale.repeat_interleave(state.nested_blocksize)[: absmax.numel()]
-            values = self.get(self.parts["nested_quant_map"])[absmax.int()]
-            absmax = values * every + state.nested_offset
+        absmax, block = self._absmax(state), state.blocksize
         out = torch.empty(state.blocks, block, dtype=state.dtype)
         flat, per = out.view(-1), block // 2
         step = max(state.blocks // 16, 1)  # in parts, so that what is made on the way is small
@@ -88,6 +95,53 @@ class Weight:
             scale = absmax[first : first + step].float().repeat_interleave(block)
             flat[first * block : first * block + len(found)] = found * scale[: len(found)]
         return flat[: state.values].view(state.shape)
+
+    def _absmax(self, state: State) -> Tensor:
+        """The scales of blocks, as floats."""
+        absmax = self.get(self.parts["absmax"])
+        if "nested_absmax" not in self.parts:
+            return absmax
+        scale = self.get(self.parts["nested_absmax"])
+        every = scale.repeat_interleave(state.nested_blocksize)[: absmax.numel()]
+        values = self.get(self.parts["nested_quant_map"])[absmax.int()]
+        return values * every + state.nested_offset
+
+    def stored(self) -> Stored:
+        """The entry of the weight: its blocks, if it is an expert's in a format of the ops."""
+        plain = Stored(name=self.name, read=self.decode, coding=PLAIN, like=self.like)
+        if EXPERT.search(self.name) is None:
+            return plain
+        try:
+            state = self._checked()
+        except (ValueError, TypeError):
+            return plain  # whose `like` says what is wrong
+        if len(state.shape) != 2 or state.shape[1] % state.blocksize:
+            return plain
+        table = self.get(self.parts["quant_map"]).float()
+        if table.tolist() != torch.tensor(NF4.table).tolist():
+            return plain
+        shape = (state.shape[0], state.shape[1] // state.blocksize * _block_bytes(state.blocksize))
+        coding = coding_of_blocks(state.blocksize, state.dtype)
+        like = partial(self._like_blocks, state, shape)
+        return Stored(name=self.name, read=self.blocks, coding=coding, like=like)
+
+    def _like_blocks(self, state: State, shape: tuple[int, int]) -> Tensor:
+        """What `blocks` gives, without memory. Raises ValueError for scales that are no numbers."""
+        wrong = wrong_scale(self._absmax(state).float(), "float32", signed=True)
+        if wrong is not None:
+            raise ValueError(
+                f"{self.name}: its absmax holds {wrong}, but a scale is finite; complete the "
+                "download"
+            )
+        return torch.empty(shape, dtype=torch.uint8, device="meta")
+
+    def blocks(self) -> Tensor:
+        """Blocks [rows, bytes] of absmax and the codes of its columns, the first in low bits."""
+        state = self._checked()
+        codes = self.get(self.name).reshape(-1, state.blocksize // 2)
+        absmax = self._absmax(state).float().reshape(-1, 1).view(torch.uint8)
+        blocks = torch.cat((absmax, codes << 4 | codes >> 4), 1)
+        return blocks.view(state.shape[0], -1)
 
     def _checked(self) -> State:
         state = _state(self.get(self.state), nested="nested_absmax" in self.parts)
@@ -109,6 +163,35 @@ class Weight:
         _check_table("nested_absmax", self.get(self.parts["nested_absmax"]), nested)
         _check_table("nested_quant_map", self.get(self.parts["nested_quant_map"]), 256)
         return state
+
+
+def _block_bytes(columns: int) -> int:
+    return SCALE_BYTES + columns // 2
+
+
+@functools.cache
+def coding_of_blocks(columns: int, dtype: torch.dtype) -> Coding:
+    """The coding of what `Weight.blocks` gives, of weights that were quantised from a dtype."""
+    size, format = _block_bytes(columns), Format.of(f"nf4:1x{columns}")
+
+    def parts(t: Tensor) -> tuple[Tensor, Tensor]:
+        scale, codes = t.unflatten(1, (-1, size)).split((SCALE_BYTES, size - SCALE_BYTES), -1)
+        return codes.flatten(1), scale.contiguous().view(torch.float32).squeeze(-1)
+
+    def weight(t: Tensor, of: Format | None) -> Tensor:
+        values, scale = parts(t)
+        return dequantize(values, scale, format).to(dtype) if of is None else values
+
+    def scale(t: Tensor, of: Format | None) -> Tensor:
+        return parts(t)[1]
+
+    return Coding(
+        name="bitsandbytes NF4",
+        weight=Matrix(columns=Axis(place=1, values=columns, elements=size), convert=weight),
+        scale=Matrix(columns=Axis(place=1, elements=size), convert=scale),
+        formats=(format.name,),
+        decodes=True,
+    )
 
 
 def decoders(names: set[str], get: Get) -> tuple[dict[str, Weight], set[str]]:

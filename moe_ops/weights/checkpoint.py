@@ -207,6 +207,9 @@ class Loading:
             self.decoded.add(coding.name)
             return
         scale = replace(entry, parameter=entry.parameter.replace("weight", "scale"))
+        if coding.scale_of_blocks is not None:
+            make, read = coding.scale_of_blocks, stored.read
+            stored, coding = stored._replace(read=lambda: make(read())), PLAIN
         self._take_expert(prefix, scale, stored, coding, count=False)  # the weight counts
 
     def _take_as_it_is(self, prefix: str, name: str, entry: Entry, stored: Stored) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_ops.checks.options import check_type
 from moe_ops.weights import bitsandbytes, gguf_files
 from moe_ops.weights.configuration import files_of_index
-from moe_ops.weights.layouts import PLAIN, Stored
+from moe_ops.weights.layouts import Stored
 
 
 def entries(file: Path, ending: str = "") -> Iterator[Stored]:
@@ -49,8 +49,7 @@ def entries(file: Path, ending: str = "") -> Iterator[Stored]:
     decoded, parts = bitsandbytes.decoders(set(names), get)
     for name in names:
         if name in decoded:
-            weight = decoded[name]
-            yield Stored(name=name, read=weight.decode, coding=PLAIN, like=weight.like)
+            yield decoded[name].stored()
         elif name not in parts:
             yield Stored(name=name, read=partial(get, name))
 

@@ -1,27 +1,63 @@
-"""Checks that the header of a GGUF file is one, before the package gguf reads it.
+"""The header of a GGUF file: which tensors there are, of which types, and where they lie.
 
-That package believes what counts and sizes say: one wrong bit lets it read past the end of the
-file, or count to 2^63. Here every length is compared with what the file has. Source of the layout:
-docs/gguf.md of ggml. Little-endian files of versions 2 and 3 are read.
+Every length is compared with what the file has, as one wrong bit makes a count of 2^63. Source of
+the layout: docs/gguf.md of ggml; of the types: ggml-common.h. Little-endian files of versions 2 and
+3 are read.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
-from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes by type
 UINT32, STRING, ARRAY = 4, 8, 9
 ALIGNMENT = "general.alignment"
 MOST_AXES, MOST_DEPTH = 4, 4
-Sizes = Mapping[int, tuple[int, int]]  # values and bytes of a block, by the number of a type
 
 
-def check_header(file: Path, sizes: Sizes) -> None:
-    """Raise ValueError, naming the entry, unless all of a header, and the tensors that it places,
+class Type(NamedTuple):
+    """A type of tensors: its name, and the values and bytes of a block."""
+
+    name: str
+    values: int
+    size: int
+
+
+# By number.
+TYPES = {
+    0: Type("F32", 1, 4), 1: Type("F16", 1, 2), 2: Type("Q4_0", 32, 18), 3: Type("Q4_1", 32, 20),
+    6: Type("Q5_0", 32, 22), 7: Type("Q5_1", 32, 24), 8: Type("Q8_0", 32, 34),
+    9: Type("Q8_1", 32, 40), 10: Type("Q2_K", 256, 84), 11: Type("Q3_K", 256, 110),
+    12: Type("Q4_K", 256, 144), 13: Type("Q5_K", 256, 176), 14: Type("Q6_K", 256, 210),
+    15: Type("Q8_K", 256, 292), 16: Type("IQ2_XXS", 256, 66), 17: Type("IQ2_XS", 256, 74),
+    18: Type("IQ3_XXS", 256, 98), 19: Type("IQ1_S", 256, 50), 20: Type("IQ4_NL", 32, 18),
+    21: Type("IQ3_S", 256, 110), 22: Type("IQ2_S", 256, 82), 23: Type("IQ4_XS", 256, 136),
+    24: Type("I8", 1, 1), 25: Type("I16", 1, 2), 26: Type("I32", 1, 4), 27: Type("I64", 1, 8),
+    28: Type("F64", 1, 8), 29: Type("IQ1_M", 256, 56), 30: Type("BF16", 1, 2),
+    34: Type("TQ1_0", 256, 54), 35: Type("TQ2_0", 256, 66), 39: Type("MXFP4", 32, 17),
+    40: Type("NVFP4", 64, 36), 41: Type("Q1_0", 128, 18),
+}  # fmt: skip
+
+
+class Placed(NamedTuple):
+    """A tensor of a file: its name, shape (the longest axis of a row last), type and bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: Type
+    first: int
+    size: int
+
+
+def tensors_of(file: Path) -> list[Placed]:
+    """The tensors of a file, in the order of its header.
+
+    Raises ValueError, naming the entry, unless all of the header, and the tensors that it places,
     are inside the file.
     """
     if not file.stat().st_size:
@@ -29,7 +65,7 @@ def check_header(file: Path, sizes: Sizes) -> None:
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
         try:
-            reader.check(sizes)
+            return reader.tensors()
         except struct.error as error:
             raise ValueError(f"ends inside its header, at byte {len(data)}") from error
 
@@ -55,7 +91,7 @@ class _Reader:
         self.skip(size, what)
         return self.data[start : self.at].decode()
 
-    def check(self, sizes: Sizes) -> None:
+    def tensors(self) -> list[Placed]:
         magic, self.at = self.data[: len(MAGIC)], len(MAGIC)
         version = self.number("I")
         if magic != MAGIC or version not in VERSIONS:
@@ -72,7 +108,7 @@ class _Reader:
                 alignment = self._alignment(kind)
             else:
                 self.value(kind, f"key {key!r}", 0)
-        self._check_tensors(tensors, alignment, sizes)
+        return self._placed(tensors, alignment)
 
     def _alignment(self, kind: int) -> int:
         found = self.number("I")
@@ -96,36 +132,38 @@ class _Reader:
         else:
             raise ValueError(f"{what} has a value of the unknown type {kind}")
 
-    def _check_tensors(self, count: int, alignment: int, sizes: Sizes) -> None:
-        placed: dict[str, tuple[int, int]] = {}
+    def _placed(self, count: int, alignment: int) -> list[Placed]:
+        placed: dict[str, Placed] = {}
         for i in range(count):
             name = self.text(f"the name of tensor {i}")
             axes = self.number("I")
             if axes > MOST_AXES:
                 raise ValueError(f"{name}: has {axes} axes, but tensors have {MOST_AXES} at most")
-            shape = [self.number("Q") for _ in range(axes)]
-            kind, offset = self.number("I"), self.number("Q")
+            shape = tuple(self.number("Q") for _ in range(axes))[::-1]
+            number, offset = self.number("I"), self.number("Q")
             if name in placed:
                 raise ValueError(f"{name}: comes twice")
-            placed[name] = (offset, _bytes(name, shape, kind, sizes))
+            if number not in TYPES:
+                raise ValueError(f"{name}: is of the unknown type {number}")
+            size = _bytes(name, shape, TYPES[number])
+            placed[name] = Placed(name, shape, TYPES[number], offset, size)
             if offset % alignment:
                 raise ValueError(f"{name}: begins at byte {offset}, no multiple of {alignment}")
         first = -(-self.at // alignment) * alignment
-        for name, (offset, size) in placed.items():
-            if first + offset + size > len(self.data):
+        found = [one._replace(first=first + one.first) for one in placed.values()]
+        for one in found:
+            if one.first + one.size > len(self.data):
                 raise ValueError(
-                    f"{name}: has {size} bytes from byte {first + offset} on, past the file's end"
+                    f"{one.name}: has {one.size} bytes from byte {one.first} on, past the file's "
+                    "end"
                 )
+        return found
 
 
-def _bytes(name: str, shape: list[int], kind: int, sizes: Sizes) -> int:
-    if kind not in sizes:
-        raise ValueError(f"{name}: is of the unknown type {kind}")
-    values, size = sizes[kind]
-    row = shape[0] if shape else 1
-    if row % values:
-        raise ValueError(f"{name}: has rows of {row} values, which are no whole blocks of {values}")
-    blocks = row // values
-    for axis in shape[1:]:
-        blocks *= axis
-    return blocks * size
+def _bytes(name: str, shape: tuple[int, ...], kind: Type) -> int:
+    row = shape[-1] if shape else 1
+    if row % kind.values:
+        raise ValueError(
+            f"{name}: has rows of {row} values, which are no whole blocks of {kind.values}"
+        )
+    return row // kind.values * kind.size * math.prod(shape[:-1])

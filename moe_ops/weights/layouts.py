@@ -90,7 +90,8 @@ class Coding:
     Where zero points are left out because all are the middle of the codes, it is `symmetric`.
     `stored`: the dtype of integer codes; `plain_names`: they are called as weights in floats are.
     `block`: what shares a scale in float8 matrices, if the checkpoint says it; a layer's blocks may
-    have fewer rows, so that gate and up have none in common.
+    have fewer rows, so that gate and up have none in common. `scale_of_blocks`: of blocks that hold
+    their own scales, what makes the one that a layer has above them.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Coding:
     stored: torch.dtype = torch.int32
     plain_names: bool = False
     block: Block = None
+    scale_of_blocks: Callable[[Tensor], Tensor] | None = None
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
         """The layout of weight, scale or zero of a layer of this format (None: not quantised).

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.weights import bitsandbytes
-from moe_ops.weights.layouts import PLAIN, Stored
+from moe_ops.weights.layouts import Stored
 
 Pairs = Iterable[tuple[str, Tensor]]
 GIVEN = "the tensors given"  # what errors name instead of a file
@@ -58,8 +58,7 @@ def entries_of(tensors: Mapping[str, Tensor], ending: str = "") -> Iterator[Stor
     decoded, parts = bitsandbytes.decoders(set(names), tensors.__getitem__)
     for name in names:
         if name in decoded:
-            weight = decoded[name]
-            yield Stored(name=name, read=weight.decode, coding=PLAIN, like=weight.like)
+            yield decoded[name].stored()
         elif name not in parts:
             yield entry_of(name, tensors[name])
 

@@ -28,16 +28,18 @@ from tests.chosen import in_turn
 
 GROUPED = (
     "int8:1x32", "int8:1x64:bfloat16", "uint8:1x32", "int4:1x32", "int4:1x32:float16",
-    "uint4:1x32", "mxfp4", "mxfp8", "float8_e4m3fn:32x32",
+    "uint4:1x32", "mxfp4", "mxfp8", "float8_e4m3fn:32x32", "nf4", "nf4:1x32",
 )  # fmt: skip
 WHOLE = (
     "int8:row", "int8:tensor", "uint8:row", "int4:row", "int4:tensor:bfloat16", "uint4:row",
-    "float8_e4m3fn:128x128", "float8_e4m3fn:row", "float8_e4m3fn:tensor",
+    "float8_e4m3fn:128x128", "float8_e4m3fn:row", "float8_e4m3fn:tensor", "nf4:row",
 )  # fmt: skip
 RAGGED = ("float8_e4m3fn:16x32", "float8_e4m3fn:128x64", *WHOLE)
 INSTRUCTIONS = ("AVX512", "AVX2", "PLAIN")
-each_element = by_format_and_instructions(
-    "row", [f"{e}:row" for e in kernels.ELEMENTS], *INSTRUCTIONS
+each_element = by_format_and_instructions(  # but blocks, which tests/quant/test_k_quants.py has
+    "row",
+    [f"{e}:row" for e in kernels.ELEMENTS if not Format.of(f"{e}:row").in_blocks],
+    *INSTRUCTIONS,
 )
 
 

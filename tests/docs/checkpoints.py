@@ -271,7 +271,14 @@ def kinds() -> list[Kind]:
             name="MXFP4 of gpt-oss", write=lambda f: gpt_oss(f).values, style="gpt-oss",
             quant=QuantConfig(weights="mxfp4"), bias=True, model=models.mxfp4,
         ),
-        Kind(name="bitsandbytes, 4 bits", write=lambda f: bits(f, True), sizes=width),
+        Kind(
+            name="bitsandbytes, NF4", write=lambda f: nf4.write_nf4(f, True),
+            quant=QuantConfig(weights="nf4"), sizes=(64, 128),
+        ),
+        Kind(
+            name="the same, and FP4, in blocks across rows", write=lambda f: bits(f, True),
+            sizes=width,
+        ),
         Kind(
             name="bitsandbytes, 8 bits",
             write=configured({"quant_method": "bitsandbytes", "load_in_8bit": True}),
@@ -298,26 +305,28 @@ def of_model(write: Callable[[Path], Values]) -> Callable[[], str | None]:
 
 
 def gguf_kinds() -> list[Kind]:
-    """Those of GGUF files, which want the package gguf."""
+    """Those of GGUF files, which the package gguf writes."""
     names = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
     shards = dict(zip(("w1", "w3", "w2"), names, strict=True))
     with writers("test_gguf") as (made,):
         formats, prefix, write_file = made.EXACT, made.PREFIX, made.write
 
-    def of_type(kind: str, quant: str | None = None) -> Kind:
+    def of_type(kind: str, quant: str | None = None, wide: int = 256) -> Kind:
         def write(folder: Path) -> Values:
-            sizes = dict.fromkeys(names, (3, 256, 256))
+            sizes = dict(zip(names, [(3, wide, 256)] * 2 + [(3, 256, wide)], strict=True))
             found = write_file(folder / "model.gguf", dict.fromkeys(names, kind), sizes)
             return {shard: found[name] for shard, name in shards.items()}
 
         return Kind(
-            name=f"GGUF {kind}", write=write, style="gguf", prefix=prefix, sizes=(256, 256),
+            name=f"GGUF {kind}", write=write, style="gguf", prefix=prefix, sizes=(256, wide),
             quant=None if quant is None else QuantConfig(weights=quant),
         )  # fmt: skip
 
     return [
         of_type("F16"),
         *(of_type(kind, format) for kind, format in formats.items()),
+        # Each of two ranks has whole blocks.
+        *(of_type(f"Q{n}_K", f"q{n}_k", wide=512) for n in (4, 5, 6)),
         *(of_type(kind) for kind in ("Q8_0", "Q5_0", "Q4_K", "Q6_K")),
         of_type("Q4_K", "int4:1x32:float16"),
     ]

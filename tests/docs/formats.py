@@ -133,6 +133,8 @@ def elements() -> str:
     """What the codes of every element type stand for."""
     lines = []
     for name, storage in ELEMENTS.items():
+        if storage.block:  # which has no codes of single values
+            continue
         values = packing.decode(codes(name), name)
         finite = values[values.isfinite()]
         others = {"NaN": values.isnan(), "infinity": values.isinf()}
@@ -247,7 +249,8 @@ def quantized(pair: Pair) -> str:
 def bits(format: str) -> str:
     """Bits of one value with its share of scales and zero points."""
     of = Format.of(format)
-    each = of.bits
+    storage = of.parsed.storage
+    each = 8 * storage.units / storage.values if storage.block else of.bits
     shared = 8 * (of.parsed.scale_dtype.itemsize + of.has_zero)
     rest = f" + {8 * torch.float32.itemsize}/matrix" if of.has_global_scale else ""
     if ALL not in of.group:

@@ -34,7 +34,7 @@ DECODING = (REFERENCE, "dequantize")
 REFUSED = "refused: "
 
 # Sizes that every format divides.
-T, E, WIDTH = 4, 2, 128
+T, E, WIDTH = 4, 2, 256
 
 FAKE = FakeTensorMode()
 

@@ -108,7 +108,9 @@ def test_portable_gives_what_the_definition_gives(name: str, case: str, label: s
 
 
 @pytest.mark.parametrize("target", ["portable", "onnx", "aten"])
-@pytest.mark.parametrize("format", ["uint4:1x32", "float8_e4m3fn:128x128", "mxfp6_e2m3", "nvfp4"])
+@pytest.mark.parametrize(
+    "format", ["uint4:1x32", "float8_e4m3fn:128x128", "mxfp6_e2m3", "nvfp4", "nf4"]
+)
 def test_linear_layers_in_codes(format: str, target: str) -> None:
     linear = torch.nn.Linear(64, 20).requires_grad_(False)
     module = made_of(linear, format)
@@ -121,6 +123,15 @@ def test_linear_layers_in_codes(format: str, target: str) -> None:
     assert target == "aten" or not found & LACKED
     x = torch.randn(7, 64)
     assert_close(graph(x), module(x), TOL["expert_gemm", F32])
+
+
+def test_blocks_are_refused_by_name() -> None:
+    linear = torch.nn.Linear(256, 4).requires_grad_(False)
+    module = made_of(linear, "q4_k")
+    module.round_from(linear.weight, "floor")
+    program = torch.export.export(module, (torch.randn(3, 256),))
+    with pytest.raises(NotImplementedError, match="blocks of q4_k hold their scales"):
+        program.run_decompositions(moe_ops.decompositions("portable"))
 
 
 def refused(args: tuple[Any, ...]) -> bool:

@@ -68,7 +68,7 @@ from moe_ops.ops.route import route
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.cubins import nans_of_zeros, usage
 from tests.kernels.offline_adapters import calls_with_adapters
-from tests.kernels.offline_codes import PATHS, calls_by_row, quantized_layer
+from tests.kernels.offline_codes import PATHS, calls_by_row, calls_decoded, quantized_layer
 from tests.kernels.offline_floats import layer_call
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_linears import calls_of_linears
@@ -302,6 +302,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "all_floats": functools.partial(calls, all=True),
     "codes": lambda capability: calls_of_codes(capability, FORMATS[:3]),
     "by_row": calls_by_row,
+    "decoded": calls_decoded,
     "latents": calls_over_latents,
     "quantized_linears": calls_of_linears,
     "ranks": calls_over_ranks,

@@ -28,6 +28,8 @@ BY_ROW = [
     ("int8:row", "int8:tensor", 1, 80), ("float8_e4m3fn:row", "float8_e4m3fn:tensor", 2, 89),
 ]  # fmt: skip
 
+# Whose decoders are functions: blocks with scales of their own, and a table.
+DECODED = ("q4_k", "q5_k", "q6_k", "nf4")
 QUANTIZED = [
     ("int8:tensor", 80), ("int8:1x32", 80), ("float8_e4m3fn:row", 89), ("float8_e4m3fn:1x128", 89),
     ("mxfp8", 89), ("mxfp6_e3m2", 80), ("mxfp4", 80), ("nvfp4", 89),
@@ -35,6 +37,21 @@ QUANTIZED = [
 
 # The other paths of many rows are compiled by `offline_grouped.py`.
 PATHS = {"grouped": "grouped/plain"}
+
+
+def calls_decoded(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls on codes whose decoders are functions, with few, some and many rows."""
+    case = LAYERS["qwen3_30b"]
+    for w_format in DECODED:
+        for backend, T in (
+            ("tiny", 1),
+            ("tiny", 4),
+            ("rows", 64),
+            ("rows", 512),
+            ("grouped", 4096),
+        ):
+            call = functools.partial(quantized_layer, case, backend, T, w_format, "")
+            yield f"{backend} {T} {w_format}", call
 
 
 def calls_by_row(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:

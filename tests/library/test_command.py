@@ -106,7 +106,7 @@ def test_unknown_elements_and_files_exit_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["build-library", str(tmp_path), "--elements", "int4,int3"]
-    exits_with(words, "elements has 'int3'; choose some of int8, .*e4m3fn, or none", capsys)
+    exits_with(words, "elements has 'int3'; choose some of int8, .*e4m3fn, .*q6_k, or none", capsys)
     exits_with([*words[:-1], ""], "elements has ''; choose some of int8", capsys)
     file = tmp_path / "file"
     file.write_text("")

@@ -89,6 +89,8 @@ def legal(weights: str, inputs: str) -> bool:
         return False
     if weights in ("", "nvfp4"):
         return inputs in ("", weights)
+    if weights in ("nf4", "q4_k", "q5_k", "q6_k"):
+        return not inputs
     if weights == "mxfp8":
         return inputs in ("", "mxfp8")
     if weights in ("mxfp4", "mxfp6_e3m2", "mxfp6_e2m3"):

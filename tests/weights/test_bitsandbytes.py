@@ -15,6 +15,9 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.elements.nf4 import NF4
+from moe_ops.quant.formats import Format
+from moe_ops.quant.packing import dequantize
 from moe_ops.weights import load_checkpoint
 from moe_ops.weights.bitsandbytes import decoders
 from tests.peak import Peak
@@ -240,3 +243,71 @@ def test_shared_experts_in_slots_are_decoded_and_taken_apart(tmp_path: Path) -> 
         want = torch.cat((values["w1"][s], values["w3"][s]))
         assert torch.equal(layer.w13_weight[E + s], want)
         assert torch.equal(layer.w2_weight[E + s], values["w2"][s])
+
+
+def nf4_matrix(g: torch.Generator, rows: int, columns: int, nested: bool) -> Any:
+    """Entries whose table is that of NF4, and the value of each code in float32."""
+    entries, _ = matrix(g, rows, columns, nested)
+    entries["weight.quant_map"] = torch.tensor(NF4.table)
+    q = torch.stack((entries["weight"][:, 0] >> 4, entries["weight"][:, 0] & 15), 1).flatten()
+    absmax = entries["weight.absmax"]
+    if nested:
+        scale = entries["weight.nested_absmax"].repeat_interleave(256)[: len(absmax)]
+        entries["weight.nested_quant_map"] = entries["weight.nested_quant_map"].abs()
+        absmax = entries["weight.nested_quant_map"][absmax.int()] * scale + 0.25
+    value = entries["weight.quant_map"][q.int()] * absmax.repeat_interleave(64)
+    return entries, value.view(rows, columns)
+
+
+WIDE = {"w1": (128, 64), "w2": (64, 128), "w3": (128, 64)}
+
+
+def write_nf4(folder: Path, nested: bool) -> dict[str, Tensor]:
+    """A layer of the sizes of WIDE, and what its weights stand for in float32."""
+    g = torch.Generator().manual_seed(0)
+    entries, values = {}, {}
+    for shard, projection in PROJECTIONS.items():
+        made = [nf4_matrix(g, *WIDE[shard], nested) for _ in range(E)]
+        values[shard] = torch.stack([value for _, value in made])
+        for e, (parts, _) in enumerate(made):
+            for suffix, t in parts.items():
+                entries[f"{PREFIX}.experts.{e}.{projection}.{suffix}"] = t
+    store(folder, entries, CONFIG)
+    return values
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("nested", [False, True], ids=["absmax", "nested"])
+def test_layers_in_nf4_hold_its_codes(nested: bool, split: str, tmp_path: Path) -> None:
+    v = write_nf4(tmp_path, nested)
+    for config in SPLITS[split]:
+        layer = MoELayer(E, 2, 64, 128, quant=QuantConfig(weights="nf4"), parallel=config)
+        report = load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+        assert report.complete, str(report)
+        s = layer.sizes
+        ids = [layer.placement.ids_of(config.ep_rank)[i] for i in range(s.E)]
+        cut, format = slice(s.first, s.first + s.used), Format.of("nf4")
+        gate, up = dequantize(layer.w13_weight, layer.w13_scale, format).chunk(2, 1)
+        assert torch.equal(gate, v["w1"][ids][:, cut])
+        assert torch.equal(up, v["w3"][ids][:, cut])
+        w2 = dequantize(layer.w2_weight, layer.w2_scale, format)
+        assert torch.equal(w2, v["w2"][ids][:, :, cut])
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    write_nf4(tmp_path, nested=False)
+    entries = load_file(tmp_path / "model.safetensors")
+    entries[f"{PREFIX}.experts.1.up_proj.weight.absmax"][5] = float("nan")
+    store(tmp_path, entries, CONFIG)
+    layer = MoELayer(E, 2, 64, 128, quant=QuantConfig(weights="nf4"))
+    before = layer.w13_weight.clone()
+    with pytest.raises(ValueError, match=r"1.up_proj.weight: its absmax holds nan, but a scale is"):
+        load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)
+    assert torch.equal(layer.w13_weight, before)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    write_nf4(tmp_path, nested=True)
+    layer = MoELayer(E, 2, 64, 128, quant=QuantConfig(weights="int4:1x64"))
+    with pytest.raises(ValueError, match="bitsandbytes NF4 holds nf4, but the layer has int4:1x64"):
+        load_checkpoint({PREFIX: layer}, tmp_path, style="qwen", progress=False)

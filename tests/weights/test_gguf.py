@@ -44,7 +44,7 @@ def blocks(kind: str, shape: tuple[int, ...], g: np.random.Generator) -> np.ndar
         return gguf.quants.quantize(w, kind_of(kind))
     raw = g.integers(0, 256, (*shape[:-1], shape[-1] // values, size), dtype=np.uint8)
     half = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    for first in {"Q4_K": (0, 2), "Q6_K": (208,)}[kind]:
+    for first in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]:
         raw[..., first : first + 2] = half
     return raw.reshape(*shape[:-1], -1)
 

@@ -26,6 +26,9 @@
 #define MOE_VNNI 1
 #endif
 
+// Sums stay in registers if the loops over them are gone early.
+#define MOE_UNROLL _Pragma("GCC unroll 16")
+
 namespace {
 
 constexpr int kLeastGroup = 32;
@@ -106,6 +109,7 @@ struct FloatMath {
   }
   static Floats repeat(const float* p) { return Floats{} + *p; }
   static Floats scaled(const Floats& w, const Floats& zero, const Floats& scale) { return (w - zero) * scale; }
+  static Floats lowered(const Floats& w, const Floats& scale, const Floats& least) { return w * scale - least; }
 };
 
 #if defined(MOE_BF16)
@@ -130,8 +134,14 @@ struct Bf16Math {
   // (w - zero) * scale, rounded; both numbers of a lane have its zero point and scale.
   static __m512bh scaled(const __m512bh& w, const Floats& zero, const Floats& scale) {
     const Words pairs = (Words)w;
-    const Floats even = ((Floats)(pairs << 16) - zero) * scale;
-    const Floats odd = ((Floats)(pairs & 0xffff0000u) - zero) * scale;
+    return rounded(((Floats)(pairs << 16) - zero) * scale, ((Floats)(pairs & 0xffff0000u) - zero) * scale);
+  }
+  // w * scale - least, likewise.
+  static __m512bh lowered(const __m512bh& w, const Floats& scale, const Floats& least) {
+    const Words pairs = (Words)w;
+    return rounded((Floats)(pairs << 16) * scale - least, (Floats)(pairs & 0xffff0000u) * scale - least);
+  }
+  static __m512bh rounded(const Floats& even, const Floats& odd) {
     alignas(64) static constexpr uint16_t kTurns[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);

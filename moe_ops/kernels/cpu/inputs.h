@@ -4,15 +4,9 @@
 // inputs that are not quantised, with a scale for each row or group. Those of int8 are multiplied as integers with
 // weights of int8, and both scales are multiplied in at the end: `IntMath` is how.
 //
-// Compiled after codes.h and before weights.h, once for each type of inputs (MOE_INPUTS).
+// Compiled after blocks.h and before weights.h, once for each type of inputs (MOE_INPUTS).
 
 namespace {
-
-float from_bits(uint32_t bits) {
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
 
 struct AsTheyAre {
   static constexpr bool kQuantized = false;
@@ -165,5 +159,6 @@ template <> struct Decoder<Int8, IntMath> {
 // How products of numbers of type T with weights of an element type are computed.
 template <typename Codes, typename Element, typename T> struct MathFor : MathOf<T> {};
 template <typename T> struct MathFor<Int8Codes, Int8, T> { typedef IntMath type; };
+template <typename Codes, typename T> struct MathFor<Codes, Normal4, T> { typedef FloatMath type; };
 
 }  // namespace

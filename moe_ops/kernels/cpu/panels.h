@@ -77,14 +77,15 @@ template <Span span, bool scaled, typename W> bool decode_row(const W& w, const 
     const int64_t first = span == kGroups ? s * w.span_groups : s;
     const Floats one = Floats{} + 1.0f, scale = scaled ? w.spread.template of<span>(row.scale + first) : one;
     Floats zero = {};
-    if constexpr (W::Element::kZero) zero = w.spread.template of<span>(row.zero + first);
+    if constexpr (W::kSums) zero = w.spread.template of<span>(row.zero + first);
     for (const int64_t end = std::min(at + steps, w.steps); at < end; ++at) {
       typename Math::Register numbers[W::Decode::kRegisters];
-      const uint8_t* const codes = at < w.full_steps ? row.codes + at * W::kBytes : row.tail;
-      __builtin_prefetch(codes + kPrefetchBytes);
-      decode(codes, numbers);
+      __builtin_prefetch(row.codes + at * W::kBytes + kPrefetchBytes);
+      if (at < w.full_steps) W::decode(decode, row.codes, at, numbers);
+      else W::decode(decode, row.tail, 0, numbers);
       MOE_UNROLL for (int r = 0; r < W::Decode::kRegisters; ++r) {
-        if constexpr (scaled || W::Element::kZero) numbers[r] = Math::scaled(numbers[r], zero, scale);
+        if constexpr (W::kMinima) numbers[r] = Math::lowered(numbers[r], scale, zero);
+        else if constexpr (scaled || W::Element::kZero) numbers[r] = Math::scaled(numbers[r], zero, scale);
         std::memcpy(to + at * W::kStep + r * Math::kWidth, &numbers[r], sizeof numbers[r]);
       }
     }
@@ -100,7 +101,7 @@ template <typename W> class Panel {
  public:
   // `used`: whether any expert has so many rows.
   Panel(const W& w, bool used)
-      : w_(w), by_sections_(w.span_groups == 1 && (w.spans == 1 || w.scales.group_columns >= kLeastSection)),
+      : w_(w), by_sections_(w.span_groups == 1 && (w.spans == 1 || w.group_columns() >= kLeastSection)),
         sections_(by_sections_ ? w.spans : 1), width_(w.steps * W::kStep), rows_(used * kLanes * width_),
         numbers_(used * kPanelRows * width_), scales_(used * kPanelRows * sections_) {}
 

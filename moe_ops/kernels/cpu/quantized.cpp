@@ -51,28 +51,32 @@ void block_of_integers(const W& w, const Row& row, const Tile<typename W::X>& ti
   }
 }
 
-// dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers. `differences`: zero points are subtracted
-// from codes, not from sums.
+// dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers. `differences`: zero points and minima are
+// subtracted from codes, not from sums.
 template <Span span, int Tokens, bool differences = false, typename W>
 void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
   typedef typename W::Math Math;
   constexpr int registers = W::Decode::kRegisters;
   // Independent sums, so that a product need not wait for the one before; those of other spans are independent.
-  constexpr int chains = span == kSteps || Tokens <= 2 ? 2 : 1;
+  constexpr int chains = !W::kBlocks && (span == kSteps || Tokens <= 2) ? 2 : 1;
   typename W::Decode decode;
-  constexpr bool sums_have_zero = W::Element::kZero && !differences;
-  Floats total[Tokens] = {}, part[Tokens][chains], zero = {};
+  constexpr bool sums_have_zero = W::Element::kZero && !differences, scaled = differences && W::kMinima;
+  Floats total[Tokens] = {}, part[Tokens][chains], zero = {}, factor = {};
 
   const auto first_group = [&](int64_t s) { return span == kGroups ? s * w.span_groups : s; };
   const auto begin = [&](int64_t s) __attribute__((always_inline)) {
     MOE_UNROLL for (int t = 0; t < Tokens; ++t)
       MOE_UNROLL for (int c = 0; c < chains; ++c) part[t][c] = Floats{};
     if constexpr (differences) zero = w.spread.template of<span>(row.zero + first_group(s));
+    if constexpr (scaled) factor = w.spread.template of<span>(row.scale + first_group(s));
   };
-  const auto step = [&](const uint8_t* codes, int64_t at) __attribute__((always_inline)) {
+  // `here`: which step of the codes that are given, of which a row has the last one apart.
+  const auto step = [&](const uint8_t* codes, int64_t here, int64_t at) __attribute__((always_inline)) {
     typename Math::Register numbers[registers];
-    decode(codes, numbers);
-    if constexpr (differences) {
+    W::decode(decode, codes, here, numbers);
+    if constexpr (scaled) {
+      MOE_UNROLL for (int r = 0; r < registers; ++r) numbers[r] = Math::lowered(numbers[r], factor, zero);
+    } else if constexpr (differences) {
       MOE_UNROLL for (int r = 0; r < registers; ++r) numbers[r] = Math::scaled(numbers[r], zero, Floats{} + 1.0f);
     }
     MOE_UNROLL for (int t = 0; t < Tokens; ++t)
@@ -81,7 +85,7 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   };
   const auto end = [&](int64_t s) __attribute__((always_inline)) {
     const int64_t first = first_group(s);
-    const Floats scale = w.spread.template of<span>(row.scale + first);
+    const Floats scale = scaled ? Floats{} + 1.0f : w.spread.template of<span>(row.scale + first);
     MOE_UNROLL for (int t = 0; t < Tokens; ++t) {
       MOE_UNROLL for (int c = 1; c < chains; ++c) part[t][0] += part[t][c];
       if constexpr (sums_have_zero) {
@@ -96,22 +100,37 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
     }
   };
 
-  const uint8_t* p = row.codes;
+  const uint8_t* p = row.codes + kPrefetchBytes;
   const int64_t steps = span == kSteps ? w.span_steps : 1;
   int64_t at = 0;
-  for (int64_t s = 0; s < w.full_spans; ++s) {
+  if constexpr (W::kBlocks) {  // of which a row has whole ones, and each step is a span
+    const uint8_t* codes = row.codes;
+    for (; at < w.steps; codes += W::Element::kBlockBytes, p += W::Element::kBlockBytes) {
+      for (int line = 0; line < W::Element::kBlockBytes; line += 64) __builtin_prefetch(p + line);
+      MOE_UNROLL for (int part = 0; part < W::kParts; ++part, ++at) {
+        begin(at);
+        step(codes, part, at);
+        end(at);
+      }
+    }
+  }
+  for (int64_t s = W::kBlocks ? w.spans : 0; s < w.full_spans; ++s) {
     begin(s);
     for (int64_t i = 0; i < steps; ++i, ++at, p += W::kBytes) {
-      __builtin_prefetch(p + kPrefetchBytes);  // on AMD too: rows of gate and up take turns
-      step(p, at);
+      __builtin_prefetch(p);  // on AMD too: rows of gate and up take turns
+      step(row.codes, at, at);
     }
     end(s);
   }
   if (w.full_spans < w.spans) {
     begin(w.full_spans);
-    for (; at < w.full_steps; ++at, p += W::kBytes) step(p, at);
-    if (at < w.steps) step(row.tail, at);
+    for (; at < w.full_steps; ++at) step(row.codes, at, at);
+    if (at < w.steps) step(row.tail, 0, at);
     end(w.full_spans);
+  }
+  if constexpr (W::kMinima && !differences) {
+    for (int64_t g = 0; g < w.padded_minima(); g += kLanes)
+      MOE_UNROLL for (int t = 0; t < Tokens; ++t) total[t] -= load_floats(row.zero + g) * load_floats(tile.sums[t] + g);
   }
   for (int t = 0; t < Tokens; ++t) {
     dots[t] = sum(total[t]) * W::Decode::kFactor;
@@ -146,7 +165,7 @@ __attribute__((cold, noinline)) void dot_differences(int tokens, const W& w, con
 template <Span span, typename W>
 void dot_spans(int tokens, const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
   block_of<span>(tokens, w, row, tile, dots);
-  if constexpr (W::Element::kZero) {
+  if constexpr (W::kSums) {
     if (tile.infinite) dot_differences<span>(tokens, w, row, tile, dots);
   }
 }
@@ -170,7 +189,7 @@ void for_tiles(const Rows& rows, int32_t e, const Arranged<W>& x, const Source& 
     const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
     tile.infinite = false;
     for (int t = 0; t < tokens; ++t) {
-      if constexpr (W::Element::kZero) tile.infinite |= x.infinite[source(r0 + t)];
+      if constexpr (W::kSums) tile.infinite |= x.infinite[source(r0 + t)];
       tile.x[t] = x.row(source(r0 + t));
       tile.sums[t] = x.sums_of(source(r0 + t));
       tile.scales[t] = x.scales_of(source(r0 + t));
@@ -185,7 +204,8 @@ template <typename W> struct Worker {
   const W& w;
   Row row;
   Panel<W> panel;
-  Worker(const W& w, bool panels) : w(w), row(w.padded_groups()), panel(w, panels) {}
+  int64_t kept() const { return W::kMinima ? std::max(w.padded_groups(), w.padded_minima()) : w.padded_groups(); }
+  Worker(const W& w, bool panels) : w(w), row(kept()), panel(w, panels) {}
 };
 
 // Results of an expert's first product, given products with gate rows and, if gated, with up rows.

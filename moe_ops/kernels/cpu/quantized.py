@@ -18,9 +18,10 @@ from moe_ops.kernels.cpu import LayerFields, layer_of, loaded, pointer, refusal_
 from moe_ops.kernels.cpu.built import built
 
 SOURCES = (
-    "records.h", "layer.h", "codes.h", "inputs.h", "weights.h", "panels.h", "quantized.cpp",
+    "records.h", "layer.h", "codes.h", "blocks.h", "inputs.h", "weights.h", "panels.h",
+    "quantized.cpp",
 )  # fmt: skip
-# Names of codes.h by element type, and in the order of the numbers that records.h gives them.
+# Names of codes.h and blocks.h by element type.
 ELEMENTS = {
     "int8": "Int8",
     "uint8": "Uint8",
@@ -28,6 +29,10 @@ ELEMENTS = {
     "uint4": "Uint4",
     "float4_e2m1": "Float4E2M1",
     "float8_e4m3fn": "Float8E4M3",
+    "nf4": "Normal4",
+    "q4_k": "Q4K",
+    "q5_k": "Q5K",
+    "q6_k": "Q6K",
 }
 # Names of inputs.h by element type of the inputs; "": they are multiplied as they are.
 INPUTS = {"": "AsTheyAre", "int8": "Int8Codes", "float8_e4m3fn": "Float8Codes"}

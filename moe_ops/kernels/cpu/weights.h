@@ -2,16 +2,7 @@
 //
 // Compiled after inputs.h, before panels.h.
 
-// Sums stay in registers if the loops over them are gone early.
-#define MOE_UNROLL _Pragma("GCC unroll 16")
-
 namespace {
-
-float from_float16(uint16_t half) {
-  const uint32_t sign = uint32_t(half & 0x8000u) << 16, fields = half & 0x7fffu;
-  if (fields >= 0x7c00u) return from_bits(sign | 0x7f800000u | (fields << 13));  // infinity, NaN
-  return from_bits(sign | (fields << 13)) * from_bits(0x77800000u);              // 2**112: of the two exponents' biases
-}
 
 float from_e8m0(uint8_t code) {
   return from_bits(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : uint32_t(code) << 23);
@@ -46,18 +37,20 @@ template <typename T> struct Buffer {
 enum Span {
   kSteps,   // several steps of one group
   kGroup,   // one step of one group
-  kGroups,  // one step of two or four groups
+  kGroups,  // one step of two, four or eight groups
 };
 
 // Which of the scales of a span each lane has.
 struct Spread {
   alignas(64) int32_t index[kLanes];
-  bool two;
+  int64_t groups;
   template <Span span> Floats of(const float* p) const {
     if constexpr (span != kGroups) return Floats{} + *p;
 #if defined(MOE_AVX512)
-    const __m128 some = two ? _mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)p)) : _mm_loadu_ps(p);
-    return (Floats)_mm512_permutexvar_ps(_mm512_load_si512(index), _mm512_castps128_ps512(some));
+    const __m512i at = _mm512_load_si512(index);
+    if (groups == 8) return (Floats)_mm512_permutexvar_ps(at, _mm512_castps256_ps512(_mm256_loadu_ps(p)));
+    const __m128 some = groups == 2 ? _mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)p)) : _mm_loadu_ps(p);
+    return (Floats)_mm512_permutexvar_ps(at, _mm512_castps128_ps512(some));
 #elif defined(MOE_AVX2)
     const __m128 some = _mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)p));  // of two
     return (Floats)_mm256_permutevar8x32_ps(_mm256_castps128_ps256(some), _mm256_load_si256((const __m256i*)index));
@@ -75,7 +68,7 @@ inline float finite(float scale) { return std::isfinite(scale) ? scale : NAN; }
 // A row of codes with its scales as float32, and the last step of codes if the row ends inside it.
 struct Row {
   const uint8_t* codes;
-  const float *scale, *zero;
+  const float *scale, *zero;    // or minima
   Buffer<float> scales, zeros;  // where what is stored is not float32, or does not fill the last span
   alignas(64) uint8_t tail[64];
   explicit Row(int64_t groups) : scales(groups), zeros(groups) {}
@@ -89,8 +82,11 @@ template <typename E, typename M, typename I> struct Weight {
   typedef I Codes;  // of inputs
   typedef typename M::X X;
   typedef Decoder<E, M> Decode;
-  static constexpr int kStep = Decode::kStep, kBytes = kStep * E::kBits / 8, kPerLane = M::kWidth / kLanes;
-  static constexpr bool kIntegers = std::is_same_v<M, IntMath>;
+  static constexpr bool kIntegers = std::is_same_v<M, IntMath>, kBlocks = kInBlocks<E>, kMinima = kHasMinima<E>;
+  static constexpr bool kSums = E::kZero || kMinima;  // whether sums of lanes, or of groups, are multiplied, too
+  static constexpr int kStep = Decode::kStep, kPerLane = M::kWidth / kLanes;
+  static constexpr int kParts = kBlocks ? kBlock / kStep : 1;  // the steps of a block
+  static constexpr int kBytes = int(bytes_of<E>(kStep * kParts)) / kParts;  // of a step, on average
 
   const uint8_t* codes;
   int64_t expert_stride, row_stride, columns;
@@ -101,7 +97,7 @@ template <typename E, typename M, typename I> struct Weight {
 
   Weight(const uint8_t* codes, int64_t expert_stride, int64_t row_stride, int64_t columns, const Scales& scales)
       : codes(codes), expert_stride(expert_stride), row_stride(row_stride), columns(columns), scales(scales) {
-    const int64_t group = scales.group_columns;
+    const int64_t group = group_columns();
     const bool whole = group >= columns;
     steps = (columns + kStep - 1) / kStep;
     full_steps = columns / kStep;
@@ -109,19 +105,33 @@ template <typename E, typename M, typename I> struct Weight {
     span_groups = whole ? 1 : std::max<int64_t>(kStep / group, 1);
     spans = (steps + span_steps - 1) / span_steps;
     full_spans = full_steps / span_steps;
-    spread.two = span_groups == 2;
+    spread.groups = span_groups;
     for (int i = 0; i < kLanes; ++i)
       spread.index[i] = span_groups == 1 ? 0 : int32_t(Decode::column(i * kPerLane) / group);
-    scales_as_stored = scales.kind == 0 && padded_groups() == scales.column_groups;
+    scales_as_stored = !kBlocks && scales.kind == 0 && padded_groups() == scales.column_groups;
+  }
+
+  // Columns that share a scale.
+  int64_t group_columns() const {
+    if constexpr (kBlocks) return E::kGroup;
+    else return scales.group_columns;
+  }
+
+  // The numbers of a step of a row of codes. A row of blocks ends with one.
+  template <typename Register> static void decode(Decode& decode, const uint8_t* codes, int64_t at, Register* out) {
+    if constexpr (kBlocks) decode(codes + at / kParts * E::kBlockBytes, int(at % kParts), out);
+    else decode(codes + at * kBytes, out);
   }
 
   // Scales that a row may be asked for: those of a whole last span.
   int64_t padded_groups() const { return spans * span_groups; }
+  // Minima of a row, with zeros behind them that fill a register.
+  int64_t padded_minima() const { return (columns / kBlock * (kBlock / kLeastGroup) + kLanes - 1) / kLanes * kLanes; }
 
   void load(int64_t e, int64_t f, Row& row) const {
     row.codes = codes + e * expert_stride + f * row_stride;
     if (full_steps < steps) {
-      const int64_t rest = (columns - full_steps * kStep) * E::kBits / 8;
+      const int64_t rest = bytes_of<E>(columns - full_steps * kStep);
       std::memset(row.tail, 0, sizeof row.tail);
       std::memcpy(row.tail, row.codes + full_steps * kBytes, rest);
     }
@@ -129,12 +139,14 @@ template <typename E, typename M, typename I> struct Weight {
     const int64_t at = (e * scales.row_groups + group_row) * scales.column_groups;
     if (scales_as_stored) row.scale = static_cast<const float*>(scales.scale) + at;
     else load_scales(at, row);
+    if constexpr (kBlocks) load_factors(row);
     if constexpr (E::kZero) load_zeros(at, row);
   }
 
   // Whether a scale of a row is, of which `finite` makes NaN.
   __attribute__((cold, noinline)) bool any_infinite(const Row& row) const {
-    return std::any_of(row.scale, row.scale + scales.column_groups, [](float scale) { return std::isinf(scale); });
+    const int64_t n = kBlocks ? padded_groups() : scales.column_groups;
+    return std::any_of(row.scale, row.scale + n, [](float scale) { return std::isinf(scale); });
   }
 
  private:
@@ -153,6 +165,16 @@ template <typename E, typename M, typename I> struct Weight {
     row.scale = to;
   }
 
+  // What blocks hold, given the scale above them.
+  void load_factors(Row& row) const {
+    constexpr int groups = kBlock / E::kGroup;
+    const float above = row.scale[0];
+    for (int64_t b = 0; b < columns / kBlock; ++b)
+      E::factors(row.codes + b * E::kBlockBytes, above, row.scales.data + b * groups, row.zeros.data + b * groups);
+    if constexpr (kMinima) std::fill(row.zeros.data + padded_groups(), row.zeros.data + padded_minima(), 0.0f);
+    row.zero = row.zeros.data;
+  }
+
   void load_zeros(int64_t at, Row& row) const {
     const int64_t n = scales.column_groups;
     float* const to = row.zeros.data;
@@ -163,7 +185,8 @@ template <typename E, typename M, typename I> struct Weight {
 };
 
 // Rows of numbers in the order in which a weight's codes are decoded, with zeros after the last column. For elements
-// with zero points, the sums of each lane in each span, and whether all are numbers; of quantised rows, the scales.
+// with zero points, the sums of each lane in each span, with minima those of each group, and whether all are numbers;
+// of quantised rows, the scales.
 template <typename W> struct Arranged {
   typedef typename W::X X;
   typedef typename W::Codes Codes;
@@ -180,10 +203,10 @@ template <typename W> struct Arranged {
 
   Arranged(const W& w, const Inputs& inputs, int64_t rows)
       : w(w), inputs(inputs), width(w.steps * W::kStep), stride(width + 64 / int64_t(sizeof(X))),
-        sums(W::Element::kZero ? w.spans * kLanes : 0),
+        sums(W::kMinima ? w.padded_minima() : W::kSums ? w.spans * kLanes : 0),
         groups(Codes::kQuantized ? (w.columns + inputs.group_columns - 1) / inputs.group_columns : 0), x(rows * stride),
         sum(rows * sums), scale(rows * groups), offset(W::kIntegers ? rows : 0),
-        largest(needs_largest() ? rows : 0), infinite(W::Element::kZero ? rows : 0) {
+        largest(needs_largest() ? rows : 0), infinite(W::kSums ? rows : 0) {
     for (int i = 0; i < W::kStep; ++i) columns[i] = W::Decode::column(i);
   }
   const X* row(int64_t r) const { return x.data + r * stride; }
@@ -213,11 +236,16 @@ template <typename W> struct Arranged {
       for (int64_t i = 0; i < width; ++i) total += to[i];
       offset.data[r] = W::Math::kOffset * total;
     }
-    if constexpr (W::Element::kZero) {
+    if constexpr (W::kSums) {
       float* lanes = sum.data + r * sums;
       std::fill(lanes, lanes + sums, 0.0f);
-      for (int64_t i = 0; i < width; ++i)
-        lanes[i / W::kStep / w.span_steps * kLanes + i % W::Math::kWidth / W::kPerLane] += to_float(to[i]);
+      if constexpr (W::kMinima) {
+        for (int64_t i = 0; i < width; ++i)
+          lanes[(i / W::kStep * W::kStep + columns[i % W::kStep]) / kLeastGroup] += to_float(to[i]);
+      } else {
+        for (int64_t i = 0; i < width; ++i)
+          lanes[i / W::kStep / w.span_steps * kLanes + i % W::Math::kWidth / W::kPerLane] += to_float(to[i]);
+      }
       infinite[r] = !std::all_of(lanes, lanes + sums, [](float sum) { return std::isfinite(sum); });
     }
   }

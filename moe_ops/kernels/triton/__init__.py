@@ -91,6 +91,19 @@ class RegisteredWeight(Weight):
 
 
 @dataclass(frozen=True, eq=False)
+class BlockWeight(Weight):
+    """The format of a weight in blocks with scales of their own, `values` columns in `units` bytes,
+    which decoders of ours know by the element."""
+
+    values: int
+    units: int
+
+    @property
+    def together(self) -> tuple[int, int]:
+        return self.values, self.units
+
+
+@dataclass(frozen=True, eq=False)
 class Act(Constant):
     """The activation of a product, ACT of kernels, as the op `activate` has it; without a kind,
     none."""
@@ -125,12 +138,19 @@ class Inputs(NamedTuple):
 
 def in_words(weight: Weight | None) -> bool:
     """Whether kernels load codes as words of 32 bits, for which they arrange tokens."""
-    return weight is not None and weight.bits < 8 and not isinstance(weight, RegisteredWeight)
+    in_bytes = isinstance(weight, (RegisteredWeight, BlockWeight))
+    return weight is not None and weight.bits < 8 and not in_bytes
 
 
 def brings_decoder(weight: Weight | None) -> bool:
-    """Whether another package registered the element, and decodes it."""
-    return isinstance(weight, RegisteredWeight)
+    """Whether codes are bytes that a decoder makes numbers of, and tokens are not arranged for it:
+    of an element that another package registered, or in blocks."""
+    return isinstance(weight, (RegisteredWeight, BlockWeight))
+
+
+def in_blocks(weight: Weight | None) -> bool:
+    """Whether codes come in blocks with scales of their own."""
+    return isinstance(weight, BlockWeight)
 
 
 def one_a_step(weight: Weight) -> bool:

@@ -5,4 +5,4 @@ register; the order of the imports is that of lists in messages and pages. CONTR
 to add one, here or from outside the package.
 """
 
-from moe_ops.quant.elements import float8, float6, float4, int8, int4  # noqa: F401, I001  (in order)
+from moe_ops.quant.elements import float8, float6, float4, int8, int4, nf4, k_quants  # noqa: F401, I001  (in order)

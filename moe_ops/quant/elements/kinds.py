@@ -1,4 +1,6 @@
-"""The two kinds of elements, floats and integers: what their codes stand for, in plain torch."""
+"""The kinds of elements: floats, integers, tables of values, and blocks that hold their own scales;
+what their codes stand for, in plain torch.
+"""
 
 from __future__ import annotations
 
@@ -143,6 +145,57 @@ class Integer(Element):
 
     def decode(self, codes: Tensor) -> Tensor:
         return codes.float() - self.offset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table(Element):
+    """An element whose code is a place in a table of values, which ascend.
+
+    Values are rounded to the nearest one, from halfway to the lower one; NaN is coded as 0.
+    """
+
+    table: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        wanted = 2**self.bits
+        if len(self.table) != wanted or sorted({*self.table}) != [*self.table]:
+            raise ValueError(
+                f"{self.name} has {len(self.table)} values for codes of {self.bits} bits; give "
+                f"{wanted} that ascend"
+            )
+
+    @property
+    def largest(self) -> float:
+        return max(map(abs, self.table))
+
+    @property
+    def code_of_zero(self) -> int:
+        return self.table.index(0.0)
+
+    def values(self, device: torch.device) -> Tensor:
+        """The table in float32, of numbers, which a traced graph may hold where it holds no tensor
+        that is made of a list."""
+        return torch.stack([torch.full((), value, device=device) for value in self.table])
+
+    def encode(self, x: Tensor) -> Tensor:
+        table = self.values(x.device)
+        middles = (table[1:] + table[:-1]) / 2
+        codes = torch.bucketize(x, middles)
+        return torch.where(x.isnan(), self.code_of_zero, codes).to(self.storage.dtype)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        return self.values(codes.device)[codes.int()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks(Element):
+    """An element of which `storage.values` values in a row share a block of bytes, which holds
+    codes, their scales, and what scales these.
+
+    Codes are such blocks: `encode` makes bytes [..., n * units] of values [..., n * values], and
+    `decode` undoes it. Formats of it have one scale more, for a row or a matrix, which is 1 unless
+    it is given.
+    """
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

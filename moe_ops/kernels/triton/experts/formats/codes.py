@@ -8,11 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_ops.kernels.triton import Inputs, Weight, brings_decoder, in_words, one_a_step
+from moe_ops.kernels.triton import Inputs, Weight, brings_decoder, in_blocks, in_words, one_a_step
 
 # As kernels ask them of W; their sources are part of what Triton's cache knows a kernel by.
 are_words = triton.constexpr_function(in_words)
 brings_its_decoder = triton.constexpr_function(brings_decoder)
+are_blocks = triton.constexpr_function(in_blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

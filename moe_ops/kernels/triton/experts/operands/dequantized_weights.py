@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton import Weight, in_blocks
 from moe_ops.kernels.triton.experts.formats.codes import brings_its_decoder
 from moe_ops.kernels.triton.experts.formats.four_bits import float4_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
+from moe_ops.kernels.triton.experts.formats.k_quants import halves_of_blocks
 from moe_ops.kernels.triton.experts.formats.registered import values_of_words, words_of
 from moe_ops.kernels.triton.experts.formats.scales import factor_at, group_row, scale_of
 from moe_ops.kernels.triton.experts.formats.six_bits import in_order, sixes_of
@@ -96,6 +97,27 @@ def decode_kernel(
     tl.store(at, value.to(out_ptr.dtype.element_ty), mask=inside_MW[:, :, None])
 
 
+@triton.jit
+def decode_blocks_kernel(
+    w_ptr, w_scale_ptr, out_ptr, ALL_ROWS, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    W: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BM rows of all experts, a block of columns, whose halves come in turn."""
+    KIND: tl.constexpr = W.kind
+    BD: tl.constexpr = W.values
+    take_turn(PDL)
+    row_M = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inside_M = row_M < ALL_ROWS
+    group_M = group_row(row_M // ROWS, row_M % ROWS, ROWS, COLUMNS, W)
+    scale_M = scale_of(tl.load(w_scale_ptr + group_M, mask=inside_M, other=0), KIND)
+    w_M1 = w_ptr + (row_M * (COLUMNS // BD * W.units))[:, None]
+    for half in tl.static_range(2):
+        start = tl.program_id(1) * BD + half * (BD // 2)
+        value = halves_of_blocks(w_M1, start, inside_M, W, "") * scale_M[:, None]
+        at = out_ptr + row_M[:, None] * COLUMNS + (start + tl.arange(0, BD // 2))[None, :]
+        tl.store(at, value.to(out_ptr.dtype.element_ty), mask=inside_M[:, None])
+
+
 @on_its_device
 def decode(
     w: Tensor, scales: tuple[Tensor | None, ...], weight: Weight, columns: int, dtype: torch.dtype,
@@ -109,6 +131,13 @@ def decode(
     """
     (E, rows), (each, pieces) = w.shape[:2], weight.together
     out = torch.empty(E, rows, columns, dtype=dtype, device=w.device)
+    if in_blocks(weight):
+        launch(
+            decode_blocks_kernel, (triton.cdiv(E * rows, ROWS_AT_ONCE), columns // each),
+            w, scales[0], out, E * rows, ROWS=rows, COLUMNS=columns, W=weight, BM=ROWS_AT_ONCE,
+            num_warps=4, **pdl_options(w),
+        )  # fmt: skip
+        return out
     grid = (triton.cdiv(E * rows, ROWS_AT_ONCE), triton.cdiv(columns, COLUMNS_AT_ONCE))
     launch(
         decode_kernel, grid, w, *scales, out, E * rows,

@@ -12,10 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_ops.kernels.triton.experts.formats.codes import brings_its_decoder, by_row
+from moe_ops.kernels.triton.experts.formats.codes import are_blocks, brings_its_decoder, by_row
 from moe_ops.kernels.triton.experts.formats.eight_bits import bytes_as
 from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, values_of
 from moe_ops.kernels.triton.experts.formats.halves import half_of
+from moe_ops.kernels.triton.experts.formats.k_quants import halves_of_blocks
 from moe_ops.kernels.triton.experts.formats.registered import values_of_words, words_of
 from moe_ops.kernels.triton.experts.formats.scales import (
     finite,
@@ -88,7 +89,11 @@ def add_steps(
             w_scale_ptr, w_zero_ptr, x_scale_ptr, group_M, inside_M, token_N, inside_N,
             start + STEP, COLUMNS, STEP, W,
         )  # fmt: skip
-        if brings_its_decoder(W):
+        if are_blocks(W):
+            acc_MN = add_blocks(
+                acc_MN, w_M1, w_scale_MG, inside_M, x_1N, inside_N, start, STEP, W, POLICY
+            )
+        elif brings_its_decoder(W):
             acc_MN = add_registered(
                 acc_MN, w_M1, w_scale_MG, w_zero_MG, w_zero_ptr is not None, inside_M, x_1N,
                 inside_N, start, COLUMNS, STEP, W, POLICY,
@@ -280,6 +285,21 @@ def add_registered(
     value_MD *= spread(scale_of(w_scale_MG, KIND), EACH)
     d = start + tl.arange(0, STEP)
     x_DN = tl.load(x_1N + d[:, None], mask=(d < COLUMNS)[:, None] & inside_N[None, :], other=0.0)
+    return tl.dot(value_MD.to(DTYPE), x_DN, acc_MN)
+
+
+@triton.jit
+def add_blocks(
+    acc_MN, w_M1, w_scale_MG, inside_M, x_1N, inside_N, start, STEP: tl.constexpr, W: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """acc_MN and the products of a step with blocks, of which rows are whole ones."""
+    tl.static_assert(STEP == 128)  # half a block
+    DTYPE: tl.constexpr = x_1N.dtype.element_ty
+    KIND: tl.constexpr = W.kind
+    value_MD = halves_of_blocks(w_M1, start, inside_M, W, POLICY) * scale_of(w_scale_MG, KIND)
+    d = start + tl.arange(0, STEP)
+    x_DN = tl.load(x_1N + d[:, None], mask=inside_N[None, :], other=0.0)
     return tl.dot(value_MD.to(DTYPE), x_DN, acc_MN)
 
 
