@@ -104,8 +104,9 @@ class MoELayer(HoldsExperts, HoldsCodes):
     scales and groups of columns are exact.
 
     parallel: see `ParallelConfig`. Where experts are balanced, `replicas` says where each is,
-    `expert_tensors` what moves along. Of a call's tokens the first counted_part[0] /
-    counted_part[1] count: all, but where a graph pads them.
+    `expert_tensors` what moves along; `loads` [num_experts] and `physical_loads` count the pairs of
+    a token and an expert by what each computes and by where it lies. Of a call's tokens the first
+    counted_part[0] / counted_part[1] count: all, but where a graph pads them.
 
     reduce_results: the name of a process group to all-reduce over, a function that reduces a
     tensor, or None to return this rank's part.
@@ -130,6 +131,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
     rank_of_P: Tensor
     slot_of_P: Tensor
     loads: Tensor | None
+    physical_loads: Tensor | None
     counted_part: Tensor | None
     physical_to_logical: Tensor
     logical_to_physical: Tensor
@@ -277,9 +279,11 @@ class MoELayer(HoldsExperts, HoldsCodes):
             run = partial(run_over_ranks, operands_of(self), ranks, most, routed)
             parts = result_over_ranks(self._combination(), self.exchange.tp_group, x_TD, run)
         if self.loads is not None:  # after what may raise
-            assert self.counted_part is not None
+            assert self.counted_part is not None and self.physical_loads is not None
             counted_TK = counted_ids(ids_TK, self.counted_part)
-            self.loads.add_(expert_loads(counted_TK, self.num_experts, self.physical_to_logical))
+            counted_P = expert_loads(counted_TK, self.physical_loads.shape[0])
+            self.physical_loads.add_(counted_P)
+            self.loads.index_add_(0, self.physical_to_logical, counted_P)
         if not flat:
             parts = tuple([part.reshape(*x.shape[:-1], part.shape[-1]) for part in parts])
         return parts if self.separate else parts[0]
@@ -308,7 +312,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
             weights_TK, ids_TK = route(logits_TE, self.top_k, bias_E, **options)
         if self.replica_counts is not None:
             # Ranks that are given the same tokens choose alike.
-            start = 0 if self.exchange is None else self.parallel.rank
+            start = 0 if self.exchange is None else self.parallel.rank // self.exchange.sharers
             ids_TK = choose_replicas(ids_TK, self.logical_to_physical, self.replica_counts, start)
         if not self.placement.shared:
             return weights_TK, ids_TK

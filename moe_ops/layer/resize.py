@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_ops.checks.options import check_type
 from moe_ops.layer.exchange import Exchange
+from moe_ops.layer.loads import count_anew
 from moe_ops.layer.module import MoELayer
 from moe_ops.layer.tensors import layer_buffers
 from moe_ops.parallel.config import ParallelConfig
@@ -23,7 +24,7 @@ from moe_ops.ranks.agree import said_by_all
 from moe_ops.ranks.groups import Group, resolve
 
 TABLES = ("expert_map", "rank_of_P", "slot_of_P")
-COUNTED = ("loads", "counted_part")  # of a rank's own tokens
+COUNTED = ("loads", "physical_loads", "counted_part")  # of a rank's own tokens
 NOWHERE = -1
 
 
@@ -78,8 +79,7 @@ def resize_layer(
                 dist.broadcast(t, group=resolve(over), group_src=first)
         if new is not None and not joins:
             _adopt(layer, new, exchange)
-    if layer.loads is not None:
-        layer.loads.zero_()
+    count_anew([layer])
 
 
 def _check(layer: MoELayer, parallel: ParallelConfig | None, joins: bool) -> None:

@@ -20,6 +20,7 @@ from moe_ops.interop.interrupts import let_through
 from moe_ops.ranks.groups import Group, all_gather, resolve
 
 HEADER = 1024  # bytes
+MOST_REFUSAL = 400  # of them, for why a rank refuses
 TAG = 0x0E0  # of our messages among others between two ranks
 
 CPU = torch.device("cpu")
@@ -56,6 +57,29 @@ def said_by_all(
     mine = {"op": what, **values}
     every = [mine] if group.size == 1 else _exchanged(what, mine, group, device)
     compare(what, every, own)
+    return every
+
+
+def said_together(
+    what: str,
+    values: Values,
+    group: Group,
+    refusal: Exception | None,
+    *,
+    own: Sequence[str] = (),
+    device: torch.device = CPU,
+) -> list[dict[str, Any]]:
+    """What `said_by_all` gives, unless a rank has a refusal: then every rank raises, that one its
+    own error and the others a ValueError with its words. Nobody waits for a rank that raised."""
+    text = "" if refusal is None else str(refusal).encode("ascii", "replace").decode()
+    given = {**values, "refusal": text[:MOST_REFUSAL]}
+    every = said_by_all(what, given, group, own=(*given, *own), device=device)
+    if refusal is not None:
+        raise refusal
+    for rank, said in enumerate(every):
+        if said.get("refusal"):
+            raise ValueError(f"moe_ops.{what}: rank {rank} of {group.name!r}: {said['refusal']}")
+    compare(what, every, (*own, "refusal"))
     return every
 
 
