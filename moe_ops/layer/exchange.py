@@ -70,9 +70,9 @@ class Exchange:
         if why is not None:
             raise ValueError(why)
         sharers = parallel.sharers
-        _check_group("group", given["group"], parallel.size, parallel.rank)
+        check_group("group", given["group"], parallel.size, parallel.rank)
         if sharers > 1:
-            _check_group("tp_group", given["tp_group"], sharers, parallel.rank % sharers)
+            check_group("tp_group", given["tp_group"], sharers, parallel.rank % sharers)
         elif given["tp_group"]:
             raise ValueError(
                 f"tp_group={given['tp_group']!r} is for ranks that start with the same tokens, and "
@@ -118,10 +118,11 @@ def check_rows(rows: Any, exchange: Exchange) -> Any:
     return rows
 
 
-def _check_group(argument: str, name: str, size: int, rank: int) -> None:
+def check_group(argument: str, name: str, size: int, rank: int, who: str = "tokens='own'") -> None:
+    """Raise ValueError unless a group has so many ranks, of which this process is that one."""
     if not name:
         raise ValueError(
-            f"tokens='own' needs {argument}, the group_name of a group of torch.distributed with "
+            f"{who} needs {argument}, the group_name of a group of torch.distributed with "
             f"{size} ranks, of which this is {rank}"
         )
     found = Group.of(name, argument)

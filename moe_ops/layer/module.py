@@ -171,7 +171,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
         self.routing, self.activation, self.parallel = routing, activation, parallel
         self.reduce_results, self.exchange = reduce_results, exchange
         self.shared_reduction, self.separate = told.shared.shared_reduction, told.shared.separate
-        self._missing_exchange = missing_exchange(parallel, told.given["tokens"])
+        self.tokens, self.max_num_tokens = told.given["tokens"], told.given["max_num_tokens"]
+        self._missing_exchange = missing_exchange(parallel, self.tokens)
         shared = told.shared.shared_experts
         self.placement = place(
             num_experts,

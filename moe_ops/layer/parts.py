@@ -16,6 +16,10 @@ from moe_ops.parallel.config import ALLGATHER, AUTO, ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
 
 PARTIAL, REPLICATED = "partial", "replicated"
+LEFT = (
+    "the rank of this layer left its group by resize_layer, so that others serve its experts now; "
+    "make a layer for the group that this rank is in"
+)
 Reduction = str | Callable[[Tensor], Tensor] | None
 
 

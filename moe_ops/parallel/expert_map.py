@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -104,9 +105,7 @@ class ExpertPlacement:
         check_int("rank", rank)
         if not 0 <= rank < self.config.ep_size:
             raise ValueError(f"rank={rank} must be from 0 to {self.config.ep_size - 1}")
-        if self.placement == ROUND_ROBIN:
-            return tuple(range(rank, self.num_physical, self.config.ep_size))
-        return tuple(range(self.starts[rank], self.starts[rank] + self.sizes[rank]))
+        return ids_by_rank(self.num_physical, self.config.ep_size, self.placement)[rank]
 
     def local_id(self, global_expert: int) -> int:
         """The slot of an expert on this rank, -1 if it lies on another one.
@@ -217,6 +216,16 @@ def shares(count: int, ranks: int) -> tuple[int, ...]:
     """So many things over ranks: the first `count mod ranks` ranks get one more."""
     each, more = divmod(count, ranks)
     return tuple(each + (rank < more) for rank in range(ranks))
+
+
+def ids_by_rank(count: int, ranks: int, placement: str) -> tuple[tuple[int, ...], ...]:
+    """The ids of so many experts on each rank, in the order of its slots."""
+    if placement == ROUND_ROBIN:
+        return tuple(tuple(range(rank, count, ranks)) for rank in range(ranks))
+    ends = [*accumulate(shares(count, ranks))]
+    return tuple(
+        tuple(range(start, stop)) for start, stop in zip([0, *ends[:-1]], ends, strict=True)
+    )
 
 
 def why_not_round_robin(
