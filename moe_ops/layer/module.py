@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moe_ops.checks.shapes import INDICES, check_float, check_size, check_tensor
 from moe_ops.layer.checks import check_arguments, check_input
-from moe_ops.layer.exchange import Exchange, check_rows
+from moe_ops.layer.exchange import Exchange, agreed_rows
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
 from moe_ops.layer.parts import (
@@ -254,8 +254,11 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
         x: [..., hidden_size] in the weights' dtype, any number of tokens, none too; logits: [...,
         num_experts], left out with an internal gate. The result has x's dtype and leading axes.
-        rows: the most tokens that a rank has in this call, agreed among ranks that exchange them;
-        without it max_num_tokens, which is what `gather` then sends.
+        rows: the most tokens that a rank has in this call, agreed among ranks that exchange them,
+        of which each sends no more than max_num_tokens at once: more go in ceil(rows /
+        max_num_tokens) parts, one after the other, and the result is as of one. Without rows an
+        eager call asks all ranks, for which the host waits, and then sends for max_num_tokens at
+        least; one that is compiled or captured asks nobody, and raises for more than these.
         Raises ValueError or TypeError as the ops do, and NotImplementedError where ranks would have
         to exchange tokens.
         """
@@ -276,8 +279,9 @@ class MoELayer(HoldsExperts, HoldsCodes):
         else:
             check_size("x", routed_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
             ranks = Ranks(self.exchange, self.rank_of_P, self.slot_of_P)
-            most, routed = check_rows(rows, self.exchange), Routed(routed_TD, weights_TK, ids_TK)
-            run = partial(run_over_ranks, operands_of(self), ranks, most, routed)
+            agreed = agreed_rows(rows, routed_TD, self.exchange)
+            routed = Routed(routed_TD, weights_TK, ids_TK)
+            run = partial(run_over_ranks, operands_of(self), ranks, agreed, routed)
             parts = result_over_ranks(self._combination(), self.exchange.tp_group, x_TD, run)
         if self.loads is not None:  # after what may raise
             assert self.counted_part is not None and self.physical_loads is not None
@@ -363,7 +367,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         dtype = str(self.w13_weight.dtype).removeprefix("torch.")
         result = "" if self.reduce_results is None else ", reduced over the ranks"
         if self.exchange is not None:
-            result = f", each with up to {self.exchange.most} tokens of its own"
+            result = f", each with up to {self.exchange.most} tokens of its own at once"
         return "\n".join(
             (
                 f"top {self.top_k} of {self.num_experts} experts: {self.routing}",

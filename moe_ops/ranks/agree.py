@@ -41,7 +41,8 @@ def require_alike(what: str, values: Values, group: Group, tokens: int, rows: in
         said = ", ".join(f"rank {rank} has {count}" for rank, count in over.items())
         raise ValueError(
             f"moe_ops.{what}: more tokens than the agreed rows={rows}: {said}; agree on more rows "
-            "(max_num_tokens of a layer), or give fewer tokens at once"
+            "(rows= of a layer's call, which is max_num_tokens where a compiled call has none), or "
+            "give fewer tokens at once"
         )
 
 
