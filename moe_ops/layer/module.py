@@ -14,10 +14,12 @@ from moe_ops.layer.exchange import Exchange, agreed_rows
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
 from moe_ops.layer.parts import (
+    ALONE,
     Combination,
     Reduction,
     counted_ids,
     missing_exchange,
+    reduction_of,
     result_of,
     result_over_ranks,
     with_fused,
@@ -108,8 +110,9 @@ class MoELayer(HoldsExperts, HoldsCodes):
     a token and an expert by what each computes and by where it lies. Of a call's tokens the first
     counted_part[0] / counted_part[1] count: all, but where a graph pads them.
 
-    reduce_results: the name of a process group to all-reduce over, a function that reduces a
-    tensor, or None to return this rank's part.
+    reduce_results: the name of a process group to all-reduce over, True for the default group,
+    which has to be of the ranks of `parallel`, a function that reduces a tensor, or None to return
+    this rank's part. Of one rank True adds nothing.
 
     Raises ValueError or TypeError, saying what to do, if the arguments do not fit together.
     """
@@ -156,7 +159,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
         tokens: str | OwnTokens | None = None,
         placement: str | Placement = LINEAR,
-        reduce_results: Reduction = None,
+        reduce_results: Reduction | bool = None,
         padding: Padding | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -164,12 +167,14 @@ class MoELayer(HoldsExperts, HoldsCodes):
     ) -> None:
         told = Records.of(locals(), by_field)  # nothing but the arguments is local yet
         check_arguments(told.given)
+        told.given["reduce_results"] = reduction_of(reduce_results, parallel)
         exchange = Exchange.of(told.given)
         super().__init__()
         self._stored, self.quant = Stored(), QuantConfig.of(quant)
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation, self.parallel = routing, activation, parallel
-        self.reduce_results, self.exchange = reduce_results, exchange
+        self.reduce_results: Reduction = told.given["reduce_results"]
+        self.exchange = exchange
         self.shared_reduction, self.separate = told.shared.shared_reduction, told.shared.separate
         self.tokens, self.max_num_tokens = told.given["tokens"], told.given["max_num_tokens"]
         self._missing_exchange = missing_exchange(parallel, self.tokens)
@@ -365,7 +370,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
         held = sum(t.nbytes for n in self._specs if (t := getattr(self, n)) is not None)
         kind = act.kind + ", gated" * act.gated + ", bias" * (self.w13_bias is not None)
         dtype = str(self.w13_weight.dtype).removeprefix("torch.")
-        result = "" if self.reduce_results is None else ", reduced over the ranks"
+        summed = self.reduce_results not in (None, ALONE)
+        result = ", reduced over the ranks" if summed else ""
         if self.exchange is not None:
             result = f", each with up to {self.exchange.most} tokens of its own at once"
         return "\n".join(

@@ -15,7 +15,7 @@ from moe_ops.checks.options import check_flag, check_int, check_text, check_type
 from moe_ops.layer.exchange import OWN_TOKENS, Exchange, check_group
 from moe_ops.layer.loads import count_anew
 from moe_ops.layer.module import MoELayer
-from moe_ops.layer.parts import LEFT, PARTIAL, Reduction, missing_exchange
+from moe_ops.layer.parts import ALONE, LEFT, PARTIAL, Reduction, missing_exchange
 from moe_ops.layer.resized import NOWHERE, TABLES, Change, move, replicated
 from moe_ops.layer.tensors import layer_buffers
 from moe_ops.main_grad import MAIN_GRAD
@@ -181,7 +181,7 @@ def _asked(
             f"this layer has tokens={layer.tokens!r}; leave them out"
         )
     elif isinstance(reduction, str) and parallel.size == 1:
-        reduction = ""  # this process alone
+        reduction = ALONE
     elif isinstance(reduction, str) or group:
         check_group("group", group, parallel.size, parallel.rank, "reduce_results")
         reduction = group if isinstance(reduction, str) else reduction

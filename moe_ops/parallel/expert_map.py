@@ -20,7 +20,8 @@ ROUND_ROBIN = "round_robin"
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
 CPU = torch.device("cpu")  # layers are also built where the default device is meta
 KEPT = torch.inference_mode(False)  # around what stays, for callers in any mode to use
-# The others derive the rank of an expert from its id alone, by ranges.
+# The others derive the rank of an expert from its id alone, by ranges, where data parallel ranks
+# send each other tokens.
 ROUND_ROBIN_COLLECTIVES = (ALLGATHER, LOW_LATENCY, AUTO)
 
 
@@ -242,8 +243,12 @@ def why_not_round_robin(
         return f"redundant={redundant} experts are placed by the balancer"
     if balanced:
         return "experts are placed by the balancer"
-    if config.uses_ep and config.collective not in ROUND_ROBIN_COLLECTIVES:
-        return f"{config.collective} takes a rank's experts to be neighbours"
+    apart = config.uses_ep and config.dp_size > 1
+    if apart and config.collective not in ROUND_ROBIN_COLLECTIVES:
+        return (
+            f"{config.collective} between dp_size={config.dp_size} ranks takes a rank's experts to "
+            "be neighbours"
+        )
     return None
 
 
@@ -260,9 +265,10 @@ def place(
     """Place experts on the ranks of a group; the experts of this rank are in the result.
 
     placement: "linear" or "round_robin"; the latter only for grouped routing (num_groups above 1)
-    without redundant experts or balancing, and with a collective that can serve it. Otherwise
-    experts are placed linearly, and a UserWarning says why. redundant: physical experts beyond the
-    logical ones. shared: fused shared experts, held by every rank.
+    without redundant experts or balancing, and with a collective that can serve it, as any does
+    with one data parallel rank. Otherwise experts are placed linearly, and a UserWarning says why.
+    redundant: physical experts beyond the logical ones. shared: fused shared experts, held by every
+    rank.
 
     Raises TypeError for arguments of other types, ValueError for an unknown placement, for counts
     below their least, and for a group with more ranks than experts.

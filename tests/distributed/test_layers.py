@@ -101,7 +101,9 @@ def run(
 
 def compare(ranks: Ranks, rows: int | None = None, **options: Any) -> list[Tensor | None]:
     """Hold the ranks' results against the whole layer's. Returns the loads of each."""
-    only_ranks = ("shared_experts", "shared_reduction", "redundant_experts", "hidden_multiple")
+    only_ranks = (
+        "shared_experts", "shared_reduction", "redundant_experts", "hidden_multiple", "placement",
+    )  # fmt: skip
     alone = {k: v for k, v in options.items() if k not in only_ranks}
     if isinstance(options.get("shared_experts"), int):
         alone["shared_experts"] = options["shared_experts"]
@@ -131,6 +133,10 @@ def test_each_rank_gets_the_whole_result_of_its_tokens(ranks: Ranks) -> None:
 
 TP_EP = next(r for r in RANKS if r.name == "dp_of_tp_ep")
 SHARDS = next(r for r in RANKS if r.name == "dp_of_tp_shards")
+TP_EP_ONE = Ranks(
+    name="tp_ep_exchange", tokens=(5,), asked={"tp": 2, **EP, "collective": HIGH_THROUGHPUT}
+)
+GROUPS = Routing(n_group=3, topk_group=2)
 LINEAR = nn.Linear(64, 64)
 FP8 = QuantConfig(weights="float8_e4m3fn:32x32", inputs="float8_e4m3fn:1x32")
 ORDERED = QuantConfig(weights="int4:1x32", ordered_input=True, per_expert_order=True)
@@ -149,6 +155,7 @@ OPTIONS: dict[str, tuple[Ranks, dict[str, Any]]] = {
     "ordered_columns_auto": (RANKS[2], {"quant": ORDERED}),
     "padded": (DP_EP, {"hidden_multiple": 48}),
     "fewer_rows": (DP_EP, {"rows": 5}),
+    "round_robin": (TP_EP_ONE, {"placement": "round_robin", "routing": GROUPS}),
 }  # fmt: skip
 
 
