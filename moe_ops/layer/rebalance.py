@@ -36,15 +36,15 @@ def rebalance_layers(
     and RuntimeError, naming the ranks, where ranks do not answer, have other layers, or hold other
     experts than each other think; then nothing was moved.
     """
-    check_layers(layers, group)
+    check_layers(layers, group, nodes)
     check_threshold(threshold)
     agree_on(layers, group, nodes, threshold)
     found = gathered({str(i): layer for i, layer in enumerate(layers)}, Group.of(group))
     return rebalance_by(layers, group, found.logical_LE, found.experts_LP, nodes, threshold)
 
 
-def check_layers(layers: Sequence[MoELayer], group: str) -> None:
-    """Raise TypeError or ValueError unless layers can be rebalanced over a group."""
+def check_layers(layers: Sequence[MoELayer], group: str, nodes: int) -> None:
+    """Raise TypeError or ValueError unless layers can be rebalanced over a group on these nodes."""
     found = Group.of(group)
     for layer in layers:
         check_type("each of layers", layer, MoELayer, "a MoELayer")
@@ -57,6 +57,11 @@ def check_layers(layers: Sequence[MoELayer], group: str) -> None:
             )
     if len({(layer.num_experts, layer.placement.num_physical) for layer in layers}) != 1:
         raise ValueError("layers must be some, with as many experts each; rebalance others apart")
+    first = layers[0]
+    even_LE = torch.ones(1, first.num_experts)
+    current_LP = torch.arange(first.placement.num_physical)[None] % first.num_experts
+    groups = first.routing.n_group
+    rebalance(even_LE, current_LP, ranks=found.size, nodes=nodes, num_groups=groups)
 
 
 def agree_on(layers: Sequence[MoELayer], group: str, nodes: int, threshold: float) -> None:

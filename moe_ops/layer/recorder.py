@@ -81,7 +81,7 @@ class LoadRecorder:
         self._window_LE: Tensor | None = None  # since the last rebalancing
         if rebalancing is not None:
             check_type("rebalancing", rebalancing, Rebalancing, "a Rebalancing or None")
-            check_layers([*self.layers.values()], group)
+            check_layers([*self.layers.values()], group, rebalancing.nodes)
         self._agree()
 
     def _agree(self) -> None:

@@ -212,6 +212,8 @@ def test_what_cannot_be_recorded_says_why(tmp_path: Path) -> None:
         LoadRecorder([layer], every=0)
     with pytest.raises(TypeError, match="rebalancing must be a Rebalancing or None, got"):
         LoadRecorder([layer], every=1, rebalancing=3)
+    with pytest.raises(ValueError, match="ranks=1 must be a multiple of nodes=2"):
+        LoadRecorder([layer], every=1, rebalancing=Rebalancing(interval=2, nodes=2))
     with pytest.raises(IsADirectoryError, match="is a folder; give a file in it"):
         LoadRecorder([layer], every=1, path=tmp_path)
     with pytest.raises(ValueError, match=r"threshold=0\.9 is of the highest load"):

@@ -43,6 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "static_replicas": {"redundant_experts": 3, "quant": "float8_e4m3fn:32x32"},
     "nvfp4": {"quant": QuantConfig(weights="nvfp4", inputs="nvfp4", static_inputs=True)},
     "padded": {"hidden_multiple": 48, "internal_gate": True},
+    "ordered": {
+        "quant": QuantConfig(weights="int4:1x32", ordered_input=True, per_expert_order=True)
+    },
 }  # fmt: skip
 OWN, PARTS, SUMS = "own", "replicated", "reduced"
 
