@@ -24,12 +24,13 @@ def advise(op: Registration, candidates: Sequence[Backend], chosen: Backend, cal
     Nothing is said of weights that are prepared for another one, and of a call whose gradients are
     wanted, which prepared weights have not.
     """
-    is_earlier = True
+    is_earlier, emulates = True, False
     for backend in candidates:
-        is_earlier = is_earlier and backend is not chosen
+        if backend is chosen:
+            is_earlier, emulates = False, chosen.emulates(call)
         if backend.layout is None or (op.name, backend.name) in _told():
             continue
-        if not (is_earlier or chosen.emulates(call)) or backend.unread(call) != {LAYOUT: ""}:
+        if not (is_earlier or emulates) or backend.unread(call) != {LAYOUT: ""}:
             continue
         named = {**op.arguments.by_name(call), LAYOUT: backend.layout.name}
         if grad_wanted((), named) or not _would_run(op, backend, op.call(**named), is_earlier):

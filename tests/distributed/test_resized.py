@@ -311,7 +311,7 @@ def compiled(rank: int, world: str) -> None:
             layer(x, logits)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 def test_compiled_code_follows(tmp_path: Path) -> None:
     processes(2, tmp_path, compiled)
 
