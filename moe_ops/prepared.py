@@ -21,10 +21,11 @@ log = logging.getLogger("moe_ops")
 
 @dataclass(slots=True)
 class Stored:
-    """How the weights of a module are stored. Shallow copies of it, as `compile` makes one, share
-    this as they share the weights."""
+    """How the weights of a module are stored, and how often they went to another group of ranks.
+    Shallow copies of it, as `compile` makes one, share this as they share the weights."""
 
     layout: str = ""
+    resized: int = 0
 
 
 class HoldsExperts(nn.Module):
@@ -48,6 +49,12 @@ class HoldsExperts(nn.Module):
     def layout(self) -> str:
         """The layout of the weights, as a backend named it; empty: as they were loaded."""
         return self._stored.layout
+
+    @property
+    def stored_as(self) -> tuple[str, int]:
+        """What a captured graph depends on besides addresses, which may come again: the layout, and
+        which of the groups of ranks that shared the weights one after the other shares them."""
+        return self._stored.layout, self._stored.resized
 
     def _expert_tensors(self) -> dict[str, Tensor]:
         found = ((given, getattr(self, name)) for given, name in self.expert_names.items())

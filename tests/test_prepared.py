@@ -21,8 +21,10 @@ from moe_ops import Layout, MoELayer, experts, moe, using
 from moe_ops.forward.regions import addresses
 from moe_ops.graphs.addresses import identities, state_of
 from moe_ops.kernels.cpu import quantized
+from moe_ops.ops.activate import Activation
 from moe_ops.parallel.moves import Moves, apply_moves
 from moe_ops.prepared import HoldsExperts
+from moe_ops.registry import advice
 from moe_ops.testing import CASES, TOL, assert_close, make_layer
 from moe_ops.weights import Coding, load_expert
 from tests.hf import families
@@ -323,3 +325,65 @@ def test_a_layout_is_checked_when_it_is_made(
 ) -> None:
     with pytest.raises(error, match=said):
         replace(broken(), **more)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.message for r in caplog.records if "moe_ops.prepare(model" in r.message]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    advice._told.cache_clear()
+    with caplog.at_level("INFO", logger="moe_ops"):
+        yield caplog
+    advice._told.cache_clear()
+
+
+SAID = (
+    "moe_ops.experts runs by cpu; the faster mine would run it if its weights were prepared, once "
+    "after loading, by moe_ops.prepare(model, 'mine.paired')"
+)
+
+
+@torch.no_grad()
+def test_one_line_says_which_call_prepares_weights(
+    layer: MoELayer, log: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(3, CASE.D)
+    layer(x)
+    assert lines(log) == [SAID]
+    layer(x)
+    MoELayer(**SIZES, internal_gate=True)(x)
+    assert len(lines(log)) == 1, "once"
+    assert [r.levelname for r in log.records if r.message == SAID] == ["INFO"]
+    advice._told.cache_clear()
+    moe_ops.explain(layer, (x,))
+    assert lines(log) == [SAID] * 2, "where a graph is planned, too"
+
+
+def test_nothing_is_said_where_preparing_would_change_nothing(
+    layer: MoELayer, log: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(3, CASE.D)
+    layer(x)  # whose gradients may be wanted
+    with torch.no_grad():
+        gelu = Activation(kind="gelu")
+        MoELayer(**SIZES, internal_gate=True, activation=gelu)(x)
+        with using("aten", "experts"):
+            layer(x)
+        layer.double()(x.double())
+        layer.float()
+        moe_ops.prepare(layer, PAIRED)
+        layer(x)
+    assert lines(log) == []
+
+
+@pytest.mark.parametrize("emulates", [True, False])
+@torch.no_grad()
+def test_one_asked_later_is_named_where_the_other_emulates(
+    emulates: bool, layer: MoELayer, log: pytest.LogCaptureFixture
+) -> None:
+    experts._put(replace(experts.backends["mine"], priority=-1))
+    experts.emulates("cpu", lambda call: emulates)
+    layer(torch.randn(3, CASE.D))
+    assert lines(log) == [SAID] * emulates

@@ -44,7 +44,7 @@ def call(case: Case, T: int, way: str, device: torch.device, routing: str) -> Ca
     if way == SHARED:
         return lambda: shared(routed.x_TD)
     layer = _layer(case, T, None if way == ROUTED else shared, device)
-    return lambda: layer(routed.x_TD, routed.logits_TE)
+    return lambda: layer(routed.x_TD, routed.logits_TE, rows=T)
 
 
 def _layer(case: Case, T: int, shared: nn.Module | None, device: torch.device) -> MoELayer:

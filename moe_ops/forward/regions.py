@@ -295,7 +295,7 @@ def addresses(model: nn.Module) -> tuple[object, ...]:
         for held in (module._parameters, module._buffers):
             found += [t.data_ptr() for t in held.values() if t is not None]
         if isinstance(module, HoldsExperts):
-            found.append(module.layout)
+            found.append(module.stored_as)
         kind: Any = type(module)
         if may_branch(kind):
             found.append(switches(module))

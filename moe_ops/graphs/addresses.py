@@ -22,7 +22,7 @@ def module_of(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def state_of(module: nn.Module) -> list[Any]:
-    """Parameters, buffers, the layouts of experts and what modules branch on, ten times as fast as
+    """Parameters, buffers, how experts are stored and what modules branch on, ten times as fast as
     `parameters` and `buffers`: at every call."""
     found: list[Any] = []
     modules: list[nn.Module | None] = [module]
@@ -34,7 +34,7 @@ def state_of(module: nn.Module) -> list[Any]:
         if m._buffers:
             found += m._buffers.values()
         if isinstance(m, HoldsExperts):
-            found.append(m.layout)
+            found.append(m.stored_as)
         kind: Any = type(m)
         if may_branch(kind):
             found.append(switches(m))

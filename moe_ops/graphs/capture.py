@@ -254,8 +254,8 @@ def _counting_layers(values: Iterable[Any]) -> list[MoELayer]:
 
 
 def _counts(layer: MoELayer) -> list[Tensor]:
-    assert layer.loads is not None and layer.counted_part is not None
-    return [layer.loads, layer.counted_part]
+    found = [layer.loads, layer.physical_loads, layer.counted_part]
+    return [t for t in found if t is not None]
 
 
 def _count_part(
@@ -265,10 +265,12 @@ def _count_part(
     if part is None:
         return function(*args)
     for layer in layers:
-        _counts(layer)[1].copy_(part)
+        assert layer.counted_part is not None
+        layer.counted_part.copy_(part)
     output = function(*args)
     for layer in layers:
-        _counts(layer)[1].fill_(1)
+        assert layer.counted_part is not None
+        layer.counted_part.fill_(1)
     return output
 
 

@@ -3,21 +3,27 @@
 import warnings
 from typing import Any
 
+from moe_ops.layer.loads import ModelLoads, model_loads
 from moe_ops.layer.module import MoELayer
 from moe_ops.layer.options import Routing
 from moe_ops.layer.rebalance import rebalance_layers
+from moe_ops.layer.recorder import LoadRecorder, Rebalancing
 from moe_ops.layer.records import Latent, OwnTokens, Padding, Placement, SharedExperts
 from moe_ops.layer.resize import resize_layer
 from moe_ops.quant.config import QuantConfig
 
 __all__ = [
     "Latent",
+    "LoadRecorder",
     "MoELayer",
+    "ModelLoads",
     "OwnTokens",
     "Padding",
     "Placement",
+    "Rebalancing",
     "Routing",
     "SharedExperts",
+    "model_loads",
     "rebalance_layers",
     "resize_layer",
 ]

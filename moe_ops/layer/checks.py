@@ -91,10 +91,10 @@ def _check_gate(given: Mapping[str, Any]) -> None:
 
 
 def _check_reduction(reduce: Any) -> None:
-    if not (reduce is None or isinstance(reduce, str) or callable(reduce)):
+    if not (reduce is None or isinstance(reduce, (bool, str)) or callable(reduce)):
         raise TypeError(
-            "reduce_results must be the name of a process group, a function of a tensor or "
-            f"None, got {reduce!r}"
+            "reduce_results must be the name of a process group, a function of a tensor, True for "
+            f"the default group, or None, got {reduce!r}"
         )
     if isinstance(reduce, str):
         resolve(reduce, "reduce_results")

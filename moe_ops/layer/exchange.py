@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from moe_ops.checks.options import check_int, check_text
+from moe_ops.checks.options import MOST_SIZE, check_int, check_text
 from moe_ops.checks.shapes import check_choice
 from moe_ops.ops.dispatch_tokens import MOST_ROWS
 from moe_ops.ops.experts_over_ranks import why_not_apart
@@ -21,7 +22,9 @@ from moe_ops.parallel.config import (
 )
 from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks import transport
+from moe_ops.ranks.agree import require_alike, said_by_all
 from moe_ops.ranks.groups import Group
+from moe_ops.registry.watched import counting, dispatch_modes, tracing, transforms
 
 ALL_TOKENS, OWN_TOKENS = "replicated", "own"
 TOKENS = (ALL_TOKENS, OWN_TOKENS)
@@ -36,7 +39,7 @@ class Exchange:
     """The groups over which a layer's tokens go to their experts.
 
     sharers: how many neighbours in `group` have the same tokens, of which each sends a part; they
-    are `tp_group`. most: the largest number of tokens that a rank may have.
+    are `tp_group`. most: the largest number of tokens that a rank sends at once.
     """
 
     group: str
@@ -57,8 +60,8 @@ class Exchange:
             return None
         if given["max_num_tokens"] is None:
             raise ValueError(
-                "tokens='own' needs max_num_tokens, the most tokens that a rank may have in a "
-                "call, alike on all ranks"
+                "tokens='own' needs max_num_tokens, the most tokens that a rank sends at once, "
+                "alike on all ranks"
             )
         if given["reduce_results"] is not None:
             raise ValueError(
@@ -70,9 +73,9 @@ class Exchange:
         if why is not None:
             raise ValueError(why)
         sharers = parallel.sharers
-        _check_group("group", given["group"], parallel.size, parallel.rank)
+        check_group("group", given["group"], parallel.size, parallel.rank)
         if sharers > 1:
-            _check_group("tp_group", given["tp_group"], sharers, parallel.rank % sharers)
+            check_group("tp_group", given["tp_group"], sharers, parallel.rank % sharers)
         elif given["tp_group"]:
             raise ValueError(
                 f"tp_group={given['tp_group']!r} is for ranks that start with the same tokens, and "
@@ -106,22 +109,57 @@ def check_tokens(given: Mapping[str, Any]) -> None:
             )
 
 
-def check_rows(rows: Any, exchange: Exchange) -> Any:
-    """The number of tokens that the ranks agreed on for a call; without one, the most there may be.
+def agreed_rows(rows: Any, x_TD: Tensor, exchange: Exchange) -> Any:
+    """The most tokens that a rank has in a call, as all ranks agree: `rows`, where it is given,
+    else what they tell each other, but at least those that are sent at once.
 
-    Raises TypeError or ValueError for a number that cannot be.
+    What is traced or captured asks nobody. Raises TypeError or ValueError for a number that cannot
+    be and for more tokens than can be sent, and RuntimeError where ranks differ: on all of them
+    where the host can tell.
     """
+    most = exchange.most
+    known = most if rows is None else rows
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return known  # the op looks at the tokens, when it is run
+    if rows is not None:
+        check_int("rows", rows, least=1, most=MOST_SIZE)
+    if _is_traced(x_TD):
+        return known
+    tokens = x_TD.shape[0]
+    if is_captured(x_TD):
+        if tokens > known:
+            raise ValueError(
+                f"{tokens} tokens are more than {'max_num_tokens' if rows is None else 'rows'}="
+                f"{known}, and ranks cannot ask each other while a CUDA graph is captured; give "
+                "rows=, the most tokens of a rank, alike on all ranks"
+            )
+        return known
+    group, said = Group.of(exchange.group), {"max_num_tokens": most}
     if rows is None:
-        return exchange.most
-    if not torch.compiler.is_compiling():  # while tracing it may be symbolic
-        check_int("rows", rows, least=1, most=exchange.most)
+        told = {**said, "tokens": tokens}
+        every = said_by_all("MoELayer", told, group, own=("tokens",), device=x_TD.device)
+        return max(most, *(values["tokens"] for values in every))
+    if rows > most and x_TD.is_cpu:  # else the op compares
+        require_alike("MoELayer", said, group, tokens, rows)
     return rows
 
 
-def _check_group(argument: str, name: str, size: int, rank: int) -> None:
+def is_captured(x_TD: Tensor) -> bool:
+    """Whether a CUDA graph is captured on the current stream of a tensor's device."""
+    return x_TD.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_traced(x_TD: Tensor) -> bool:
+    """Whether a call is not run, but looked at by a tracer or a transform."""
+    seen = transforms() or tracing() or (dispatch_modes() and not counting())
+    return bool(seen) or x_TD.is_meta
+
+
+def check_group(argument: str, name: str, size: int, rank: int, who: str = "tokens='own'") -> None:
+    """Raise ValueError unless a group has so many ranks, of which this process is that one."""
     if not name:
         raise ValueError(
-            f"tokens='own' needs {argument}, the group_name of a group of torch.distributed with "
+            f"{who} needs {argument}, the group_name of a group of torch.distributed with "
             f"{size} ranks, of which this is {rank}"
         )
     found = Group.of(name, argument)

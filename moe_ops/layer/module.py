@@ -10,15 +10,17 @@ from torch import Tensor, nn
 
 from moe_ops.checks.shapes import INDICES, check_float, check_size, check_tensor
 from moe_ops.layer.checks import check_arguments, check_input
-from moe_ops.layer.exchange import Exchange, check_rows
+from moe_ops.layer.exchange import Exchange, agreed_rows
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
 from moe_ops.layer.padding import Asked
 from moe_ops.layer.parts import (
+    ALONE,
     Combination,
     Reduction,
     counted_ids,
     missing_exchange,
+    reduction_of,
     result_of,
     result_over_ranks,
     with_fused,
@@ -106,11 +108,13 @@ class MoELayer(HoldsExperts, HoldsCodes):
     scales and groups of columns are exact.
 
     parallel: see `ParallelConfig`. Where experts are balanced, `replicas` says where each is,
-    `expert_tensors` what moves along. Of a call's tokens the first counted_part[0] /
-    counted_part[1] count: all, but where a graph pads them.
+    `expert_tensors` what moves along; `loads` [num_experts] and `physical_loads` count the pairs of
+    a token and an expert by what each computes and by where it lies. Of a call's tokens the first
+    counted_part[0] / counted_part[1] count: all, but where a graph pads them.
 
-    reduce_results: the name of a process group to all-reduce over, a function that reduces a
-    tensor, or None to return this rank's part.
+    reduce_results: the name of a process group to all-reduce over, True for the default group,
+    which has to be of the ranks of `parallel`, a function that reduces a tensor, or None to return
+    this rank's part. Of one rank True adds nothing.
 
     Raises ValueError or TypeError, saying what to do, if the arguments do not fit together.
     """
@@ -132,6 +136,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
     rank_of_P: Tensor
     slot_of_P: Tensor
     loads: Tensor | None
+    physical_loads: Tensor | None
     counted_part: Tensor | None
     physical_to_logical: Tensor
     logical_to_physical: Tensor
@@ -156,7 +161,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         parallel: ParallelConfig = ParallelConfig(),  # noqa: B008  frozen
         tokens: str | OwnTokens | None = None,
         placement: str | Placement = LINEAR,
-        reduce_results: Reduction = None,
+        reduce_results: Reduction | bool = None,
         padding: str | Padding | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -164,14 +169,17 @@ class MoELayer(HoldsExperts, HoldsCodes):
     ) -> None:
         told = Records.of(locals(), by_field)  # nothing but the arguments is local yet
         check_arguments(told.given)
+        told.given["reduce_results"] = reduction_of(reduce_results, parallel)
         exchange = Exchange.of(told.given)
         super().__init__()
         self._stored, self.quant = Stored(), QuantConfig.of(quant)
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation, self.parallel = routing, activation, parallel
-        self.reduce_results, self.exchange = reduce_results, exchange
+        self.reduce_results: Reduction = told.given["reduce_results"]
+        self.exchange = exchange
         self.shared_reduction, self.separate = told.shared.shared_reduction, told.shared.separate
-        self._missing_exchange = missing_exchange(parallel, told.given["tokens"])
+        self.tokens, self.max_num_tokens = told.given["tokens"], told.given["max_num_tokens"]
+        self._missing_exchange = missing_exchange(parallel, self.tokens)
         shared = told.shared.shared_experts
         self.placement = place(
             num_experts,
@@ -253,8 +261,11 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
         x: [..., hidden_size] in the weights' dtype, any number of tokens, none too; logits: [...,
         num_experts], left out with an internal gate. The result has x's dtype and leading axes.
-        rows: the most tokens that a rank has in this call, agreed among ranks that exchange them;
-        without it max_num_tokens, which is what `gather` then sends.
+        rows: the most tokens that a rank has in this call, agreed among ranks that exchange them,
+        of which each sends no more than max_num_tokens at once: more go in ceil(rows /
+        max_num_tokens) parts, one after the other, and the result is as of one. Without rows an
+        eager call asks all ranks, for which the host waits, and then sends for max_num_tokens at
+        least; one that is compiled or captured asks nobody, and raises for more than these.
         Raises ValueError or TypeError as the ops do, and NotImplementedError where ranks would have
         to exchange tokens.
         """
@@ -275,13 +286,16 @@ class MoELayer(HoldsExperts, HoldsCodes):
         else:
             check_size("x", routed_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
             ranks = Ranks(self.exchange, self.rank_of_P, self.slot_of_P)
-            most, routed = check_rows(rows, self.exchange), Routed(routed_TD, weights_TK, ids_TK)
-            run = partial(run_over_ranks, operands_of(self), ranks, most, routed)
+            agreed = agreed_rows(rows, routed_TD, self.exchange)
+            routed = Routed(routed_TD, weights_TK, ids_TK)
+            run = partial(run_over_ranks, operands_of(self), ranks, agreed, routed)
             parts = result_over_ranks(self._combination(), self.exchange.tp_group, x_TD, run)
         if self.loads is not None:  # after what may raise
-            assert self.counted_part is not None
+            assert self.counted_part is not None and self.physical_loads is not None
             counted_TK = counted_ids(ids_TK, self.counted_part)
-            self.loads.add_(expert_loads(counted_TK, self.num_experts, self.physical_to_logical))
+            counted_P = expert_loads(counted_TK, self.physical_loads.shape[0])
+            self.physical_loads.add_(counted_P)
+            self.loads.index_add_(0, self.physical_to_logical, counted_P)
         if not flat:
             parts = tuple([part.reshape(*x.shape[:-1], part.shape[-1]) for part in parts])
         return parts if self.separate else parts[0]
@@ -310,7 +324,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
             weights_TK, ids_TK = route(logits_TE, self.top_k, bias_E, **options)
         if self.replica_counts is not None:
             # Ranks that are given the same tokens choose alike.
-            start = 0 if self.exchange is None else self.parallel.rank
+            start = 0 if self.exchange is None else self.parallel.rank // self.exchange.sharers
             ids_TK = choose_replicas(ids_TK, self.logical_to_physical, self.replica_counts, start)
         if not self.placement.shared:
             return weights_TK, ids_TK
@@ -364,9 +378,10 @@ class MoELayer(HoldsExperts, HoldsCodes):
         held = sum(t.nbytes for n in self._specs if (t := getattr(self, n)) is not None)
         kind = act.kind + ", gated" * act.gated + ", bias" * (self.w13_bias is not None)
         dtype = str(self.w13_weight.dtype).removeprefix("torch.")
-        result = "" if self.reduce_results is None else ", reduced over the ranks"
+        summed = self.reduce_results not in (None, ALONE)
+        result = ", reduced over the ranks" if summed else ""
         if self.exchange is not None:
-            result = f", each with up to {self.exchange.most} tokens of its own"
+            result = f", each with up to {self.exchange.most} tokens of its own at once"
         return "\n".join(
             (
                 f"top {self.top_k} of {self.num_experts} experts: {self.routing}",

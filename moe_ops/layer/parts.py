@@ -14,9 +14,15 @@ from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS
 from moe_ops.ops import sum_ranks
 from moe_ops.parallel.config import ALLGATHER, AUTO, ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
+from moe_ops.ranks.groups import default_group
 
 PARTIAL, REPLICATED = "partial", "replicated"
+LEFT = (
+    "the rank of this layer left its group by resize_layer, so that others serve its experts now; "
+    "make a layer for the group that this rank is in"
+)
 Reduction = str | Callable[[Tensor], Tensor] | None
+ALONE = ""  # the name of a group of one rank, over which nothing has to be added
 
 
 def missing_exchange(parallel: ParallelConfig, tokens: str | None) -> str | None:
@@ -121,9 +127,29 @@ def result_over_ranks(
     return (shared_TD, routed_TD) if how.separate else (_added(routed_TD, shared_TD),)
 
 
+def reduction_of(asked: Reduction | bool, parallel: ParallelConfig) -> Reduction:
+    """What adds the parts of a layer's ranks: of True the name of the default group, and of False
+    nothing. Raises ValueError, saying what to do, for a default group that is not of these ranks.
+    """
+    if not isinstance(asked, bool):
+        return asked
+    if not asked:
+        return None
+    if parallel.size == 1:
+        return ALONE
+    found = default_group("reduce_results=True")
+    if (found.size, found.rank) != (parallel.size, parallel.rank):
+        raise ValueError(
+            f"reduce_results=True takes the default group, which has {found.size} ranks, of which "
+            f"this is {found.rank}, but parallel says rank {parallel.rank} of {parallel.size}; "
+            "give the group_name of the group of these ranks"
+        )
+    return found.name
+
+
 def _reduced(part_TD: Tensor, reduction: Reduction) -> Tensor:
     """The sum of the ranks' parts, or this rank's if nothing reduces them."""
-    if reduction is None:
+    if reduction is None or reduction == ALONE:
         return part_TD
     return sum_ranks(part_TD, reduction) if isinstance(reduction, str) else reduction(part_TD)
 

@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from moe_ops.checks.options import check_type
+from moe_ops.layer.loads import count_anew, gathered
 from moe_ops.layer.module import MoELayer
-from moe_ops.parallel.load_balance import Rebalanced, rebalance
+from moe_ops.parallel.load_balance import Rebalanced, check_threshold, rebalance
 from moe_ops.parallel.over_ranks import move_over_ranks
 from moe_ops.parallel.replicas import ExpertReplicas
 from moe_ops.ranks.agree import said_by_all
-from moe_ops.ranks.groups import Group, all_gather
+from moe_ops.ranks.groups import Group
 
 
 @torch.no_grad()
-def rebalance_layers(layers: Sequence[MoELayer], group: str, *, nodes: int = 1) -> Rebalanced:
+def rebalance_layers(
+    layers: Sequence[MoELayer], group: str, *, nodes: int = 1, threshold: float = 1.0
+) -> Rebalanced:
     """Give every rank of a group about the same load: plan from the loads that layers counted, move
     experts between the ranks in place, and count from zero.
 
@@ -25,12 +28,23 @@ def rebalance_layers(layers: Sequence[MoELayer], group: str, *, nodes: int = 1) 
     ranks are alike. Loads of layers whose tokens are a rank's own are summed over the ranks. All
     ranks call it between the same two steps; the same loads give all the same plan. Addresses stay,
     so that compiled and captured forwards go on with the moved experts. Give one layer at a time
-    where all at once would make the ranks wait too long.
+    where all at once would make the ranks wait too long. threshold: a layer stays as it is where
+    the highest load of a rank over the mean one is below it. `LoadRecorder` calls this every so
+    many steps.
 
     Returns what `rebalance` says. Raises ValueError for layers that cannot be rebalanced like this,
     and RuntimeError, naming the ranks, where ranks do not answer, have other layers, or hold other
     experts than each other think; then nothing was moved.
     """
+    check_layers(layers, group, nodes)
+    check_threshold(threshold)
+    agree_on(layers, group, nodes, threshold)
+    found = gathered({str(i): layer for i, layer in enumerate(layers)}, Group.of(group))
+    return rebalance_by(layers, group, found.logical_LE, found.experts_LP, nodes, threshold)
+
+
+def check_layers(layers: Sequence[MoELayer], group: str, nodes: int) -> None:
+    """Raise TypeError or ValueError unless layers can be rebalanced over a group on these nodes."""
     found = Group.of(group)
     for layer in layers:
         check_type("each of layers", layer, MoELayer, "a MoELayer")
@@ -43,39 +57,45 @@ def rebalance_layers(layers: Sequence[MoELayer], group: str, *, nodes: int = 1) 
             )
     if len({(layer.num_experts, layer.placement.num_physical) for layer in layers}) != 1:
         raise ValueError("layers must be some, with as many experts each; rebalance others apart")
-    groups = layers[0].routing.n_group
-    placement = layers[0].placement
+    first = layers[0]
+    even_LE = torch.ones(1, first.num_experts)
+    current_LP = torch.arange(first.placement.num_physical)[None] % first.num_experts
+    groups = first.routing.n_group
+    rebalance(even_LE, current_LP, ranks=found.size, nodes=nodes, num_groups=groups)
+
+
+def agree_on(layers: Sequence[MoELayer], group: str, nodes: int, threshold: float) -> None:
+    """Raise RuntimeError, naming the ranks, where they would rebalance otherwise than each other.
+    Every rank calls it."""
+    first = layers[0]
     said = {
-        "layers": len(layers), "E": layers[0].num_experts, "P": placement.num_physical,
-        "shared": placement.shared, "groups": groups, "nodes": nodes,
-        "own": sum(layer.exchange is not None for layer in layers),
+        "layers": len(layers), "E": first.num_experts, "P": first.placement.num_physical,
+        "shared": first.placement.shared, "groups": first.routing.n_group, "nodes": nodes,
+        "own": sum(layer.exchange is not None for layer in layers), "threshold": threshold,
     }  # fmt: skip
-    said_by_all("rebalance_layers", said, found, device=layers[0].w13_weight.device)
-    loads_LE, current_LP = _agreed(layers, found)
-    done = rebalance(loads_LE, current_LP, ranks=found.size, nodes=nodes, num_groups=groups)
+    said_by_all("rebalance_layers", said, Group.of(group), device=first.w13_weight.device)
+
+
+def rebalance_by(
+    layers: Sequence[MoELayer],
+    group: str,
+    loads_LE: Tensor,
+    current_LP: Tensor,
+    nodes: int,
+    threshold: float,
+) -> Rebalanced:
+    """Rebalance layers by loads that all ranks have alike, and count from zero."""
+    groups = layers[0].routing.n_group
+    done = rebalance(
+        loads_LE, current_LP, ranks=Group.of(group).size, nodes=nodes, num_groups=groups,
+        threshold=threshold,
+    )  # fmt: skip
     for layer, moves, new_P in zip(layers, done.moves, done.physical_to_logical, strict=True):
-        placement, loads = layer.placement, layer.loads
-        assert layer.replicas is not None and loads is not None
-        tensors = layer.expert_tensors()
-        move_over_ranks(tensors, moves, placement.sizes, group, shared=placement.shared)
-        layer.replicas.update_(ExpertReplicas.of(new_P, layer.num_experts))
-        loads.zero_()
+        placement, replicas = layer.placement, layer.replicas
+        assert replicas is not None
+        if moves.pairs:  # of all ranks alike
+            tensors = layer.expert_tensors()
+            move_over_ranks(tensors, moves, placement.sizes, group, shared=placement.shared)
+            replicas.update_(ExpertReplicas.of(new_P, layer.num_experts))
+    count_anew(layers)
     return done
-
-
-def _agreed(layers: Sequence[MoELayer], group: Group) -> tuple[Tensor, Tensor]:
-    """The loads of all ranks, and the experts that all of them take to be where; on the CPU."""
-    E, P = layers[0].num_experts, layers[0].placement.num_physical
-    loads = torch.stack([layer.loads for layer in layers if layer.loads is not None])
-    current = torch.stack([layer.physical_to_logical for layer in layers])
-    mine = torch.cat((loads.long(), current.long()), 1)
-    loads_RLE, current_RLP = all_gather(mine[None], group).cpu().split((E, P), -1)
-    apart = [r for r in range(group.size) if not torch.equal(current_RLP[r], current_RLP[0])]
-    if apart:
-        raise RuntimeError(
-            f"ranks {', '.join(map(str, apart))} of {group.name!r} take experts to be elsewhere "
-            "than rank 0 does; rebalance all ranks together, from the same checkpoint"
-        )
-    own_L = torch.tensor([layer.exchange is not None for layer in layers])[:, None]
-    # Replicated tokens were counted by every rank alike.
-    return torch.where(own_L, loads_RLE.sum(0), loads_RLE[0]), current_RLP[0]

@@ -54,8 +54,9 @@ class OwnTokens:
     """Ranks start with tokens of their own, and exchange them: `tokens=OwnTokens(group, most)`.
 
     group: the name of the process group of all ranks. max_num_tokens: the most tokens that a rank
-    may have, alike on all ranks. tp_group: that of neighbours with the same tokens (tensor parallel
-    attention without sequence parallelism), which send a part each.
+    sends at once, alike on all ranks; a call with more runs in parts, and workspaces and buffers
+    are as large as one part needs. tp_group: that of neighbours with the same tokens (tensor
+    parallel attention without sequence parallelism), which send a part each.
     """
 
     group: str = ""

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from moe_ops.checks.options import check_type
-from moe_ops.layer.exchange import Exchange
+from moe_ops.checks.options import check_flag, check_int, check_text, check_type
+from moe_ops.layer.exchange import OWN_TOKENS, Exchange, check_group
+from moe_ops.layer.loads import count_anew
 from moe_ops.layer.module import MoELayer
+from moe_ops.layer.parts import ALONE, LEFT, PARTIAL, Reduction, missing_exchange
+from moe_ops.layer.resized import NOWHERE, TABLES, Change, move, replicated
 from moe_ops.layer.tensors import layer_buffers
+from moe_ops.main_grad import MAIN_GRAD
+from moe_ops.ops.experts import experts
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
-from moe_ops.parallel.moves import Moves, moves_between
-from moe_ops.parallel.over_ranks import move_over_ranks
-from moe_ops.ranks.agree import said_by_all
-from moe_ops.ranks.groups import Group, resolve
-
-TABLES = ("expert_map", "rank_of_P", "slot_of_P")
-COUNTED = ("loads", "counted_part")  # of a rank's own tokens
-NOWHERE = -1
+from moe_ops.ranks.agree import compare, said_together
+from moe_ops.ranks.groups import Group
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A rank of `over`, with its places in the old and in the new group, or NOWHERE."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a layer's arguments for the new group make of it."""
 
-    old: int
-    new: int
+    placement: ExpertPlacement
+    exchange: Exchange | None
+    reduction: Reduction
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def resize_layer(
     layer: MoELayer,
@@ -43,91 +44,172 @@ def resize_layer(
     *,
     over: str,
     joins: bool = False,
+    tp_group: str = "",
+    max_num_tokens: int | None = None,
 ) -> None:
     """Give a layer, in place, the experts that this rank holds in another group of ranks.
 
-    For layers of whole experts whose tokens are a rank's own. Every rank that is in the old group,
-    in the new one or in both calls it between the same two steps: `over` is a group of all of
-    them. parallel, group: of the new group, as for `MoELayer`. A rank that leaves gives None and
-    "", and its layer stays as it was; one that joins gives a layer that was made for the new group,
-    and says so by `joins`. It gets replicated tensors too, as gate, shared experts and replicas. A
-    rank that is left alone holds all experts, and can be joined by nobody.
+    For layers of whole experts, quantised or not, prepared for a backend or not, with any replicas.
+    Every rank that is in the old group, in the new one or in both calls it between the same two
+    steps: `over` is a group of all of them. parallel: of the new group, as for `MoELayer`. group:
+    its name. Where tokens are a rank's own, they go over it; where reduce_results was the name of
+    the old group, it becomes that of this one. A function stays, and has to add over the new ranks.
+    tp_group and max_num_tokens: as for `MoELayer`; without the latter it stays.
+
+    A rank that leaves gives None and "": it keeps its weights, but its forward raises from then on.
+    One that joins gives a layer that was made for the new group, and says so by `joins`. It gets
+    replicated tensors too, as gate, shared experts and replicas, and its weights are prepared as
+    those of the others. A group may be of one rank, before or after.
 
     An expert comes from a rank that holds it, its own first. One tensor at a time is held twice.
-    Results stay the same. Loads are counted from zero. Weights get new addresses, so that what was
-    captured or compiled before has to be made again.
+    Results stay the same. Loads are counted from zero. Weights get new addresses: what `capture`
+    and `compile` captured is captured again, and a CUDA graph of your own has to be.
 
-    Raises ValueError for layers that cannot be resized, and RuntimeError, naming the ranks, where
+    Raises, on every rank, ValueError or TypeError for arguments and layers that cannot be resized
+    like this, with the words of the rank that has them, and RuntimeError, naming the ranks, where
     they do not answer or have other layers, or those of `over` are not the ranks of one old and one
     new group; then nothing was moved.
     """
     check_type("layer", layer, MoELayer, "a MoELayer")
-    _check(layer, parallel, joins)
     found = Group.of(over, "over")
-    placement = layer.placement
-    new = None if parallel is None else placement.resized(parallel)
-    exchange = None if parallel is None else _exchange(layer, parallel, group)
-    members, sizes = _agreed(layer, new, found, joins)
-    rows = _rows(placement, members, sizes)
-    with layer.as_loaded():
-        for name in sorted(layer.expert_tensors()):
-            _resize_tensor(layer, name, rows, found, joins)
-        if any(member.old == NOWHERE for member in members):
-            first = next(rank for rank, member in enumerate(members) if member.old != NOWHERE)
-            for t in _replicated(layer):
-                dist.broadcast(t, group=resolve(over), group_src=first)
-        if new is not None and not joins:
-            _adopt(layer, new, exchange)
-    if layer.loads is not None:
-        layer.loads.zero_()
-
-
-def _check(layer: MoELayer, parallel: ParallelConfig | None, joins: bool) -> None:
-    """Raise ValueError, saying what to do, unless a layer's experts are whole and its tokens its
-    own, before and after."""
-    if parallel is None and joins:
-        raise ValueError("a rank that joins needs the ParallelConfig of the new group")
-    for config in (layer.parallel, parallel):
-        if config is not None and config.size > 1 and (not config.uses_ep or config.sharers > 1):
-            raise ValueError(
-                f"experts can move to a resized group where each rank holds whole ones and has "
-                f"tokens of its own, and this is {config.describe()}; load a checkpoint into a new "
-                "layer instead"
-            )
-    if layer.exchange is None:
+    asked, refusal = None, None
+    try:
+        check_flag("joins", joins)
+        _check_layer(layer, parallel)
+        asked = _asked(layer, parallel, joins, group, tp_group, max_num_tokens)
+    except (TypeError, ValueError) as error:
+        refusal = error
+    change = _agreed(layer, asked, found, joins, refusal)
+    own_layout = layer.layout
+    layer.prepare_weights("")
+    try:
+        move(layer, change, found, joins)
+        if asked is not None:
+            _adopt(layer, asked)
+    finally:
+        layer.prepare_weights(_layout_here(change.layout) if joins else own_layout)
+    if asked is None:
+        layer._missing_exchange = LEFT
+    layer._stored.resized += 1
+    count_anew([layer])
+    if layer.layout != change.layout:
         raise ValueError(
-            "only a layer whose ranks exchange tokens of their own can be resized: "
-            "MoELayer(tokens='own') on two ranks or more; load a checkpoint into a new layer "
-            "instead"
+            f"the weights of the other ranks are prepared as {change.layout!r}, which no backend "
+            "registered here; import the one that does, and call "
+            f"moe_ops.prepare(layer, {change.layout!r}). Else all is done"
         )
 
 
-def _exchange(layer: MoELayer, parallel: ParallelConfig, group: str) -> Exchange | None:
-    """What the layer's arguments would give in the new group. Raises as `MoELayer` does."""
-    assert layer.exchange is not None
-    return Exchange.of(
-        {
-            "parallel": parallel, "tokens": "own", "group": group, "tp_group": "",
-            "max_num_tokens": layer.exchange.most, "reduce_results": layer.reduce_results,
-            "quant": layer.quant,
-        }
-    )  # fmt: skip
+def _check_layer(layer: MoELayer, parallel: ParallelConfig | None) -> None:
+    """Raise ValueError or TypeError, saying what to do, unless a layer's experts are whole, before
+    and after, and all of it can be given to other ranks."""
+    check_type("parallel", parallel, (ParallelConfig, type(None)), "a ParallelConfig or None")
+    configs = [config for config in (layer.parallel, parallel) if config is not None]
+    for config in configs:
+        if config.size > 1 and not config.uses_ep:
+            raise ValueError(
+                f"experts can move to a resized group where each rank holds whole ones, and this "
+                f"is {config.describe()}; load a checkpoint into a new layer instead"
+            )
+    if layer._missing_exchange == LEFT:
+        raise ValueError(LEFT)
+    alone = all(config.size == 1 for config in configs)
+    if layer.shared_experts is not None and layer.shared_reduction == PARTIAL and not alone:
+        raise ValueError(
+            "shared_reduction='partial' says that each rank's shared experts return a part of a "
+            "sum, and how they are cut anew for other ranks only their module knows; give shared "
+            "experts that are whole on every rank: shared_reduction='replicated'"
+        )
+    for name, t in layer.expert_tensors().items():
+        given = getattr(layer, name)
+        if given.grad is not None or getattr(given, MAIN_GRAD, None) is not None:
+            raise ValueError(
+                f"{name} has a gradient, which does not move with it; resize between steps, after "
+                "zero_grad(set_to_none=True), and give it a new main_grad afterwards"
+            )
+        if t.is_inference():
+            raise ValueError(
+                f"{name} was made under torch.inference_mode(), so that it cannot be replaced "
+                "outside; make the layer outside, and load weights under torch.no_grad()"
+            )
+    on_gpu = layer.w13_weight.is_cuda
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "a CUDA graph is captured, which would hold the weights of the old group; call "
+            "resize_layer outside, and capture afterwards"
+        )
+
+
+def _asked(
+    layer: MoELayer,
+    parallel: ParallelConfig | None,
+    joins: bool,
+    group: str,
+    tp_group: str,
+    max_num_tokens: int | None,
+) -> Asked | None:
+    """What the arguments make of a layer; None of one whose rank leaves. Raises as `MoELayer`."""
+    check_text("group", group)
+    check_text("tp_group", tp_group)
+    if max_num_tokens is not None:
+        check_int("max_num_tokens", max_num_tokens, least=1)
+    if parallel is None:
+        if joins:
+            raise ValueError("a rank that joins needs the ParallelConfig of the new group")
+        if group or tp_group:
+            raise ValueError(
+                f"group={(group or tp_group)!r} is of the new ranks, of which one that gives "
+                "parallel=None is none; give '', or the ParallelConfig"
+            )
+        return None
+    if joins and layer.parallel != parallel:
+        raise ValueError(
+            f"a layer that joins is made for the new group, {parallel.describe()}, but this one is "
+            f"{layer.parallel.describe()}"
+        )
+    exchange, reduction = None, layer.reduce_results
+    if layer.tokens == OWN_TOKENS:
+        most = layer.max_num_tokens if max_num_tokens is None else max_num_tokens
+        given = {
+            "parallel": parallel, "tokens": OWN_TOKENS, "group": group, "tp_group": tp_group,
+            "max_num_tokens": most, "reduce_results": reduction, "quant": layer.quant,
+        }  # fmt: skip
+        exchange = Exchange.of(given)
+    elif tp_group or max_num_tokens is not None:
+        raise ValueError(
+            "tp_group and max_num_tokens are read where ranks exchange tokens of their own, and "
+            f"this layer has tokens={layer.tokens!r}; leave them out"
+        )
+    elif isinstance(reduction, str) and parallel.size == 1:
+        reduction = ALONE
+    elif isinstance(reduction, str) or group:
+        check_group("group", group, parallel.size, parallel.rank, "reduce_results")
+        reduction = group if isinstance(reduction, str) else reduction
+    placement = layer.placement if joins else layer.placement.resized(parallel)
+    how = replace(layer._combination(), reduction=reduction)
+    how.check(parallel.size, exchange is not None and not exchange.tp_group)
+    return Asked(placement=placement, exchange=exchange, reduction=reduction)
 
 
 def _agreed(
-    layer: MoELayer, new: ExpertPlacement | None, over: Group, joins: bool
-) -> tuple[list[Member], tuple[int, int]]:
-    """Every rank's places, and the sizes of the old and of the new group."""
-    config = layer.parallel
-    old = (0, NOWHERE) if joins else (config.ep_size, config.ep_rank)
-    next_ = (0, NOWHERE) if new is None else (new.config.ep_size, new.config.ep_rank)
-    every = said_by_all(
-        "resize_layer",
-        {"P": layer.placement.num_physical, "place": (*old, *next_)},
-        over,
-        own=("place",),
-        device=layer.w13_weight.device,
-    )
+    layer: MoELayer, asked: Asked | None, over: Group, joins: bool, refusal: Exception | None
+) -> Change:
+    """What all ranks agree on. Raises RuntimeError, naming them, unless they do, and the refusal of
+    any of them."""
+    before = None if joins else layer.placement
+    after = None if asked is None else asked.placement
+    own = {
+        "place": (*_place(before), *_place(after)),
+        "placed": None if before is None else _kind(before),
+        "placed_anew": None if after is None else _kind(after),
+        "layout": None if joins else layer.layout,
+    }
+    every = said_together(
+        "resize_layer", {**_alike(layer, asked), **own}, over, refusal,
+        own=("max_num_tokens", *own), device=layer.w13_weight.device,
+    )  # fmt: skip
+    for name in ("max_num_tokens", "placed", "placed_anew", "layout"):
+        _compare_given(name, every)
     said = [values["place"] for values in every]
     for what, at in (("old", 0), ("new", 2)):
         named = [(row[at], row[at + 1]) for row in said if row[at + 1] != NOWHERE]
@@ -143,78 +225,77 @@ def _agreed(
                 f"the ranks of over={over.name!r} are not those of one {what} group: {each}; every "
                 f"rank of it has to be in `over`, and give its own place"
             )
-    sizes = (max(row[0] for row in said), max(row[2] for row in said))
-    return [Member(old=row[1], new=row[3]) for row in said], sizes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The rows of every rank of `over`, as many as it has before or after, whichever is more."""
-
-    moves: Moves
-    sizes: tuple[int, ...]
-    held: tuple[int, ...]  # of a rank, before
-    kept: tuple[int, ...]  # after
-
-
-def _rows(placement: ExpertPlacement, members: Sequence[Member], sizes: tuple[int, int]) -> Rows:
-    unused = count(placement.num_physical + placement.shared)  # what no row has to be moved for
-    before, after = (_held(placement, size) for size in sizes)
-    old: list[int] = []
-    new: list[int] = []
-    rows = []
-    for member in members:
-        held, kept = before[member.old], after[member.new]
-        row = [*held, *(next(unused) for _ in range(len(kept) - len(held)))]
-        old += row
-        new += [*kept, *row[len(kept) :]]  # one that is not kept goes on holding what it holds
-        rows.append((len(row), len(held), len(kept)))
-    each = tuple(n for n, _, _ in rows)
-    return Rows(
-        moves=moves_between(old, new, each, ranks_per_node=len(members)),
-        sizes=each,
-        held=tuple(n for _, n, _ in rows),
-        kept=tuple(n for _, _, n in rows),
+    first: dict[str, Any] = {
+        name: next(v[name] for v in every if v[name] is not None)
+        for name in ("placed", "placed_anew", "layout")
+    }
+    return Change(
+        old=tuple(row[1] for row in said),
+        new=tuple(row[3] for row in said),
+        sizes=(max(row[0] for row in said), max(row[2] for row in said)),
+        placed=(first["placed"].split()[0], first["placed_anew"].split()[0]),
+        layout=first["layout"],
     )
 
 
-def _held(placement: ExpertPlacement, size: int) -> dict[int, tuple[int, ...]]:
-    """What each rank of so many holds, shared experts too, and who is none of them: nothing."""
-    collective = placement.config.collective
-    there = placement.resized(
-        ParallelConfig.of(dp=size, expert_parallel=True, collective=collective)
-    )
-    shared = tuple(range(placement.num_physical, placement.num_physical + placement.shared))
-    return {NOWHERE: (), **{rank: (*there.ids_of(rank), *shared) for rank in range(size)}}
+def _compare_given(name: str, every: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RuntimeError, naming the ranks, unless all that give something give the same."""
+    given = next((v[name] for v in every if v[name] is not None), None)
+    compare("resize_layer", [{name: given if v[name] is None else v[name]} for v in every])
 
 
-def _resize_tensor(layer: MoELayer, name: str, rows: Rows, over: Group, joins: bool) -> None:
-    """Move the rows of one tensor; of a rank that leaves it stays as it was."""
-    given = getattr(layer, name)
-    size, held, kept = (of[over.rank] for of in (rows.sizes, rows.held, rows.kept))
-    t = given.detach().new_empty((size, *given.shape[1:]))
-    t[:held].copy_(given.detach()[:held])
-    move_over_ranks({name: t}, rows.moves, rows.sizes, over.name)
-    if joins:
-        given.detach().copy_(t[:kept])
-    elif kept:
-        own = t if kept == size else t[:kept].clone()
-        if isinstance(given, nn.Parameter):
-            given.data = own
-        else:
-            setattr(layer, name, own)
+def _alike(layer: MoELayer, asked: Asked | None) -> dict[str, Any]:
+    """What ranks of one layer have alike, but for max_num_tokens of one that leaves."""
+    placement, others = layer.placement, dict(replicated(layer))
+    exchange = None if asked is None else asked.exchange
+    return {
+        "num_experts": layer.num_experts, "P": placement.num_physical, "top_k": layer.top_k,
+        "shared": placement.shared, "balanced": placement.balanced,
+        "hidden_size": layer.sizes.hidden_size, "intermediate_size": layer.sizes.intermediate_size,
+        "dtype": str(layer.w13_weight.dtype), "quant": str(layer.quant)[:100],
+        "tokens": layer.tokens, "activation": _checksum(layer.activation),
+        "routing": _checksum(str(layer.routing)),
+        "expert_tensors": _checksum(_forms(layer.expert_tensors(), 1)),
+        "other_tensors": _checksum(_forms(others, 0)),
+        "max_num_tokens": None if exchange is None else exchange.most,
+    }  # fmt: skip
 
 
-def _replicated(layer: MoELayer) -> list[Tensor]:
-    """The tensors that every rank has alike, in an order that is the same everywhere."""
-    apart = {*layer.expert_tensors(), *TABLES, *COUNTED}
-    named = dict(layer.named_parameters()) | dict(layer.named_buffers())
-    return [named[name].detach() for name in sorted(named) if name not in apart]
+def _checksum(value: object) -> int:
+    return zlib.crc32(repr(value).encode())
 
 
-def _adopt(layer: MoELayer, placement: ExpertPlacement, exchange: Exchange | None) -> None:
+def _forms(tensors: Mapping[str, Tensor], axis: int) -> list[tuple[Any, ...]]:
+    """Names, sizes from an axis on and dtypes."""
+    return [(name, *t.shape[axis:], str(t.dtype)) for name, t in sorted(tensors.items())]
+
+
+def _place(placement: ExpertPlacement | None) -> tuple[int, int]:
+    if placement is None:
+        return 0, NOWHERE
+    return placement.config.ep_size, placement.config.ep_rank
+
+
+def _kind(placement: ExpertPlacement) -> str:
+    """How a group places experts, and what says whose tokens its ranks start with."""
+    config = placement.config
+    sizes = f"dp {config.dp_size}, pcp {config.pcp_size}, sp {config.sp_size}"
+    return f"{placement.placement} {sizes}, {config.collective}"
+
+
+def _layout_here(layout: str) -> str:
+    """The layout of the others, or none where it is not known."""
+    return layout if layout in experts.layouts else ""
+
+
+def _adopt(layer: MoELayer, asked: Asked) -> None:
     """Write down who serves what in the new group."""
+    placement, exchange = asked.placement, asked.exchange
     layer.placement, layer.parallel, layer.exchange = placement, placement.config, exchange
+    layer.reduce_results = asked.reduction
+    layer._missing_exchange = missing_exchange(placement.config, layer.tokens)
+    if exchange is not None:
+        layer.max_num_tokens = exchange.most
     layer.expert_offset = placement.offset
     layer.sizes = replace(layer.sizes, E=placement.num_slots)
     slots = layer.expert_tensors()
@@ -223,11 +304,13 @@ def _adopt(layer: MoELayer, placement: ExpertPlacement, exchange: Exchange | Non
         else spec
         for name, spec in layer._specs.items()
     }  # fmt: skip
-    layer._first_buffers = partial(layer_buffers, placement, layer.sizes, layer.quant, True)
+    buffers = (placement, layer.sizes, layer.quant, exchange is not None)
+    layer._first_buffers = partial(layer_buffers, *buffers)
     first = layer._first_buffers()
     for name in TABLES:
-        made = first[name]
-        if made is None:  # one rank is left, and holds all
-            setattr(layer, name, None)
+        made, own = first[name], getattr(layer, name)
+        if made is None or own is None:  # one rank holds all, before or after
+            device = layer.w13_weight.device
+            setattr(layer, name, None if made is None else made.to(device))
         else:
-            layer.get_buffer(name).copy_(made)
+            own.copy_(made)

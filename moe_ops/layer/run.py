@@ -55,9 +55,24 @@ def run_here(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tenso
 
 
 def run_over_ranks(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
-    """The weighted sum of the experts of all ranks for this rank's tokens, at most `rows`."""
+    """The weighted sum of the experts of all ranks for this rank's tokens, at most `rows`, of which
+    no more are sent at once than the ranks' exchange says."""
+    return _recorded(held, partial(_in_chunks, held, ranks, rows), routed)
+
+
+def _in_chunks(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
+    """Each chunk by itself; every rank has as many, also of no tokens."""
     run = _exchanged if ranks.exchange.sharers == 1 else _in_shares
-    return _recorded(held, partial(run, held, ranks, rows), routed)
+    most = ranks.exchange.most
+    if rows <= most:
+        return run(held, ranks, rows, routed)
+    done = []
+    for start in range(0, rows, most):
+        # The last one takes what is left, for the op to refuse what nobody agreed on.
+        stop = start + most if start + most < rows else None
+        chunk = Routed(*[t[start:stop] for t in routed])
+        done.append(run(held, ranks, min(most, rows - start), chunk))
+    return torch.cat(done)
 
 
 def _recorded(held: Operands, run: Callable[[Routed], Tensor], routed: Routed) -> Tensor:

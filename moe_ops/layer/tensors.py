@@ -196,9 +196,10 @@ def layer_buffers(
     if formats is not None and formats.ordered_input:
         order = torch.arange(sizes.hidden_size, device="cpu")
         order = order.repeat(sizes.E, 1) if formats.per_expert_order else order
-    replicas = loads = counted_part = None
+    replicas = loads = physical_loads = counted_part = None
     if placement.balanced:
         loads = torch.zeros(placement.num_experts, dtype=torch.int64, device="cpu")
+        physical_loads = torch.zeros(placement.num_physical, dtype=torch.int64, device="cpu")
         counted_part = torch.ones(2, dtype=torch.int64, device="cpu")
     if placement.balanced or placement.redundant:
         replicas = ExpertReplicas.initial(placement.num_experts, placement.redundant)
@@ -207,6 +208,7 @@ def layer_buffers(
     return {
         "expert_map": None if expert_map is None else expert_map.clone(),
         "loads": loads,
+        "physical_loads": physical_loads,
         "counted_part": counted_part,
         "physical_to_logical": None if replicas is None else replicas.physical_to_logical,
         "logical_to_physical": None if replicas is None else replicas.logical_to_physical,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ ROUND_ROBIN = "round_robin"
 PLACEMENTS = (LINEAR, ROUND_ROBIN)
 CPU = torch.device("cpu")  # layers are also built where the default device is meta
 KEPT = torch.inference_mode(False)  # around what stays, for callers in any mode to use
-# The others derive the rank of an expert from its id alone, by ranges.
+# The others derive the rank of an expert from its id alone, by ranges, where data parallel ranks
+# send each other tokens.
 ROUND_ROBIN_COLLECTIVES = (ALLGATHER, LOW_LATENCY, AUTO)
 
 
@@ -104,9 +106,7 @@ class ExpertPlacement:
         check_int("rank", rank)
         if not 0 <= rank < self.config.ep_size:
             raise ValueError(f"rank={rank} must be from 0 to {self.config.ep_size - 1}")
-        if self.placement == ROUND_ROBIN:
-            return tuple(range(rank, self.num_physical, self.config.ep_size))
-        return tuple(range(self.starts[rank], self.starts[rank] + self.sizes[rank]))
+        return ids_by_rank(self.num_physical, self.config.ep_size, self.placement)[rank]
 
     def local_id(self, global_expert: int) -> int:
         """The slot of an expert on this rank, -1 if it lies on another one.
@@ -219,6 +219,16 @@ def shares(count: int, ranks: int) -> tuple[int, ...]:
     return tuple(each + (rank < more) for rank in range(ranks))
 
 
+def ids_by_rank(count: int, ranks: int, placement: str) -> tuple[tuple[int, ...], ...]:
+    """The ids of so many experts on each rank, in the order of its slots."""
+    if placement == ROUND_ROBIN:
+        return tuple(tuple(range(rank, count, ranks)) for rank in range(ranks))
+    ends = [*accumulate(shares(count, ranks))]
+    return tuple(
+        tuple(range(start, stop)) for start, stop in zip([0, *ends[:-1]], ends, strict=True)
+    )
+
+
 def why_not_round_robin(
     config: ParallelConfig, redundant: int, num_groups: int, balanced: bool
 ) -> str | None:
@@ -233,8 +243,12 @@ def why_not_round_robin(
         return f"redundant={redundant} experts are placed by the balancer"
     if balanced:
         return "experts are placed by the balancer"
-    if config.uses_ep and config.collective not in ROUND_ROBIN_COLLECTIVES:
-        return f"{config.collective} takes a rank's experts to be neighbours"
+    apart = config.uses_ep and config.dp_size > 1
+    if apart and config.collective not in ROUND_ROBIN_COLLECTIVES:
+        return (
+            f"{config.collective} between dp_size={config.dp_size} ranks takes a rank's experts to "
+            "be neighbours"
+        )
     return None
 
 
@@ -251,9 +265,10 @@ def place(
     """Place experts on the ranks of a group; the experts of this rank are in the result.
 
     placement: "linear" or "round_robin"; the latter only for grouped routing (num_groups above 1)
-    without redundant experts or balancing, and with a collective that can serve it. Otherwise
-    experts are placed linearly, and a UserWarning says why. redundant: physical experts beyond the
-    logical ones. shared: fused shared experts, held by every rank.
+    without redundant experts or balancing, and with a collective that can serve it, as any does
+    with one data parallel rank. Otherwise experts are placed linearly, and a UserWarning says why.
+    redundant: physical experts beyond the logical ones. shared: fused shared experts, held by every
+    rank.
 
     Raises TypeError for arguments of other types, ValueError for an unknown placement, for counts
     below their least, and for a group with more ranks than experts.

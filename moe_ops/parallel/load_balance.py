@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_ops.checks.options import check_int, check_type
+from moe_ops.checks.options import check_int, check_number, check_type
 from moe_ops.checks.shapes import INDICES, check_tensor
 from moe_ops.parallel.expert_map import shares
 from moe_ops.parallel.moves import Moves, moves_between
@@ -31,7 +32,13 @@ class Rebalanced:
 
 
 def rebalance(
-    loads_LE: Tensor, current_LP: Tensor, *, ranks: int, nodes: int = 1, num_groups: int = 1
+    loads_LE: Tensor,
+    current_LP: Tensor,
+    *,
+    ranks: int,
+    nodes: int = 1,
+    num_groups: int = 1,
+    threshold: float = 1.0,
 ) -> Rebalanced:
     """Give the experts with the highest loads more replicas, and every rank about the same load.
 
@@ -41,17 +48,19 @@ def rebalance(
     its ranks, so that a token which is limited to few groups visits few nodes. Otherwise it is
     global, which balances better. Experts stay on their ranks and in their slots where that costs
     no balance. The same arguments give the same result, so every rank can compute it by itself.
+    A layer whose `imbalance` is below the threshold stays as it is; 1 is the least there is.
 
     loads_LE: int32, int64, float32 or float64 [L, E], as `expert_loads` counts them, summed over
     ranks; a layer without any is given equal ones. current_LP: int32 or int64 [L, P], the logical
     expert in each physical one now. All results are on the CPU.
 
     Raises ValueError or TypeError for wrong shapes, dtypes and negative loads, for fewer physical
-    than logical experts or than ranks, for ranks that do not divide into nodes, and, where
-    hierarchical, for groups that do not divide into nodes or experts that do not divide into
-    groups.
+    than logical experts or than ranks, for ranks that do not divide into nodes, for a threshold
+    below 1, and, where hierarchical, for groups that do not divide into nodes or experts that do
+    not divide into groups.
     """
     check_int("num_groups", num_groups, least=1)
+    check_threshold(threshold)
     _check(loads_LE, current_LP, ranks, nodes)
     loads_LE, current_LP = loads_LE.double().cpu(), current_LP.long().cpu()
     some_LE = torch.where(loads_LE.sum(1, keepdim=True) > 0, loads_LE, 1.0)
@@ -62,13 +71,25 @@ def rebalance(
         new_LP = pack(some_LE, replicate(some_LE, sum(sizes), ranks), sizes)
         new_LP = keep_bins(new_LP, current_LP, sizes)
     new_LP = keep_slots(new_LP, current_LP, sizes)
+    before_L = imbalance(loads_LE, current_LP, ranks)
+    new_LP = torch.where((before_L < threshold)[:, None], current_LP, new_LP)
     pairs = zip(current_LP.tolist(), new_LP.tolist(), strict=True)
     return Rebalanced(
         new_LP,
         tuple(moves_between(old, new, sizes, ranks // nodes) for old, new in pairs),
-        imbalance(loads_LE, current_LP, ranks),
+        before_L,
         imbalance(loads_LE, new_LP, ranks),
     )
+
+
+def check_threshold(threshold: float) -> None:
+    """Raise TypeError or ValueError for a threshold that no imbalance can be compared with."""
+    check_number("threshold", threshold)
+    if not 1 <= threshold < math.inf:
+        raise ValueError(
+            f"threshold={threshold} is of the highest load of a rank over the mean one; give a "
+            "number from 1 on: 1 rebalances every layer"
+        )
 
 
 def imbalance(loads_LE: Tensor, physical_to_logical_LP: Tensor, ranks: int) -> Tensor:
@@ -76,9 +97,14 @@ def imbalance(loads_LE: Tensor, physical_to_logical_LP: Tensor, ranks: int) -> T
 
     Loads are shared evenly among the replicas of an expert; without any load the result is 1.
     """
-    rank_LN = rank_loads(loads_LE, physical_to_logical_LP, ranks)
-    mean_L = rank_LN.mean(1)
-    return torch.where(mean_L > 0, rank_LN.amax(1) / mean_L, 1.0)
+    return imbalance_of(rank_loads(loads_LE, physical_to_logical_LP, ranks))
+
+
+def imbalance_of(ranks_LN: Tensor) -> Tensor:
+    """The highest of the ranks' loads over the mean one: float64 [L]; without any load 1."""
+    loads_LN = ranks_LN.double()
+    mean_L = loads_LN.mean(1)
+    return torch.where(mean_L > 0, loads_LN.amax(1) / mean_L, 1.0)
 
 
 def rank_loads(loads_LE: Tensor, physical_to_logical_LP: Tensor, ranks: int) -> Tensor:

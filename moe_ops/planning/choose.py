@@ -19,6 +19,7 @@ from moe_ops.planning.cost import cost, device_of
 from moe_ops.planning.plan import Choice, Range, Source
 from moe_ops.planning.thresholds import THRESHOLD_OPS
 from moe_ops.quant.formats import Format
+from moe_ops.registry.advice import advise
 from moe_ops.registry.ranges import Ranges
 from moe_ops.registry.registration import ANY_ROWS
 from moe_ops.registry.spec import NAMESPACE, REFERENCE, Op
@@ -209,6 +210,9 @@ def _ask(op: Op, call: Any, paths: Iterable[str] = ()) -> Asked:
         except GUARDS:
             reason = "decides by a size that is not known when compiling"
         refusals[backend.name] = reason
+    chosen = next((name for name in usable if name in here), REFERENCE)
+    with contextlib.suppress(*GUARDS), no_new_guards(op.arguments.flat(call)):
+        advise(op, op.candidates(device), here[chosen], call)
     return Asked(
         first=first,
         usable=tuple(name for name in usable if name not in named),

@@ -20,6 +20,7 @@ from moe_ops.interop.interrupts import let_through
 from moe_ops.ranks.groups import Group, all_gather, resolve
 
 HEADER = 1024  # bytes
+MOST_REFUSAL = 800  # of them, for why a rank refuses
 TAG = 0x0E0  # of our messages among others between two ranks
 
 CPU = torch.device("cpu")
@@ -40,7 +41,8 @@ def require_alike(what: str, values: Values, group: Group, tokens: int, rows: in
         said = ", ".join(f"rank {rank} has {count}" for rank, count in over.items())
         raise ValueError(
             f"moe_ops.{what}: more tokens than the agreed rows={rows}: {said}; agree on more rows "
-            "(max_num_tokens of a layer), or give fewer tokens at once"
+            "(rows= of a layer's call, which is max_num_tokens where a compiled call has none), or "
+            "give fewer tokens at once"
         )
 
 
@@ -53,8 +55,30 @@ def said_by_all(
     that has no backend for CPUs. Raises RuntimeError, naming ranks, for other values that differ,
     ranks in another op than `what`, and ranks that do not answer. Every rank has to call it.
     """
-    mine = {"op": what, **values}
-    every = [mine] if group.size == 1 else _exchanged(what, mine, group, device)
+    every = _said(what, values, group, device)
+    compare(what, every, own)
+    return every
+
+
+def said_together(
+    what: str,
+    values: Values,
+    group: Group,
+    refusal: Exception | None,
+    *,
+    own: Sequence[str] = (),
+    device: torch.device = CPU,
+) -> list[dict[str, Any]]:
+    """What `said_by_all` gives, unless a rank has a refusal: then every rank raises, that one its
+    own error and the others a ValueError with its words. Nobody waits for a rank that raised."""
+    text = "" if refusal is None else str(refusal).encode("ascii", "replace").decode()
+    said = values if refusal is None else {"refusal": text[:MOST_REFUSAL]}
+    every = _said(what, said, group, device)
+    if refusal is not None:
+        raise refusal
+    for rank, theirs in enumerate(every):
+        if "refusal" in theirs:
+            raise ValueError(f"moe_ops.{what}: rank {rank} of {group.name!r}: {theirs['refusal']}")
     compare(what, every, own)
     return every
 
@@ -83,6 +107,11 @@ def most_tokens(tokens: int, group: str, *, multiple: int = 1) -> int:
     said = {"multiple": multiple, "tokens": tokens}
     every = said_by_all("most_tokens", said, Group.of(group), own=("tokens",))
     return -(-max(1, *(v["tokens"] for v in every)) // multiple) * multiple
+
+
+def _said(what: str, values: Values, group: Group, device: torch.device) -> list[dict[str, Any]]:
+    mine = {"op": what, **values}
+    return [mine] if group.size == 1 else _exchanged(what, mine, group, device)
 
 
 def _exchanged(

@@ -39,6 +39,17 @@ class Group:
         return cls(name, found.size(), found.rank())
 
 
+def default_group(argument: str) -> Group:
+    """The group of all processes. Raises ValueError, naming who asks, where there is none yet."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise ValueError(
+            f"{argument} takes the default group of torch.distributed, and there is none yet; call "
+            "dist.init_process_group first, or give the group_name of another group"
+        )
+    world: Any = torch.distributed.group.WORLD
+    return Group.of(world.group_name, argument)
+
+
 def resolve(name: str, argument: str = "group") -> Any:
     """torch's group of this name. Raises ValueError, naming the argument, if there is none."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():

@@ -18,6 +18,7 @@ from torch.library import Library, register_fake
 
 from moe_ops.checks.shapes import DOUBLE
 from moe_ops.checks.signature import did_you_mean
+from moe_ops.registry.advice import advise
 from moe_ops.registry.backend import Backend
 from moe_ops.registry.definitions import define, take_over
 from moe_ops.registry.formulas import Formula, recorded
@@ -329,6 +330,13 @@ class Op(Registration):
             return candidates[0]
         if first.dtype is DOUBLE:
             return candidates[-1]
+        backend = self._first_of(candidates, call)
+        if self._layouts:
+            advise(self, candidates, backend, call)
+        return backend
+
+    def _first_of(self, candidates: tuple[Backend, ...], call: Any) -> Backend:
+        """The first backend that does not refuse, see `pick`."""
         beyond: Backend | None = None
         for backend in candidates:
             if backend.ignores is not None and backend.ignores(call):

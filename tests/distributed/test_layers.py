@@ -101,7 +101,9 @@ def run(
 
 def compare(ranks: Ranks, rows: int | None = None, **options: Any) -> list[Tensor | None]:
     """Hold the ranks' results against the whole layer's. Returns the loads of each."""
-    only_ranks = ("shared_experts", "shared_reduction", "redundant_experts", "hidden_multiple")
+    only_ranks = (
+        "shared_experts", "shared_reduction", "redundant_experts", "hidden_multiple", "placement",
+    )  # fmt: skip
     alone = {k: v for k, v in options.items() if k not in only_ranks}
     if isinstance(options.get("shared_experts"), int):
         alone["shared_experts"] = options["shared_experts"]
@@ -131,6 +133,10 @@ def test_each_rank_gets_the_whole_result_of_its_tokens(ranks: Ranks) -> None:
 
 TP_EP = next(r for r in RANKS if r.name == "dp_of_tp_ep")
 SHARDS = next(r for r in RANKS if r.name == "dp_of_tp_shards")
+TP_EP_ONE = Ranks(
+    name="tp_ep_exchange", tokens=(5,), asked={"tp": 2, **EP, "collective": HIGH_THROUGHPUT}
+)
+GROUPS = Routing(n_group=3, topk_group=2)
 LINEAR = nn.Linear(64, 64)
 FP8 = QuantConfig(weights="float8_e4m3fn:32x32", inputs="float8_e4m3fn:1x32")
 ORDERED = QuantConfig(weights="int4:1x32", ordered_input=True, per_expert_order=True)
@@ -149,6 +155,7 @@ OPTIONS: dict[str, tuple[Ranks, dict[str, Any]]] = {
     "ordered_columns_auto": (RANKS[2], {"quant": ORDERED}),
     "padded": (DP_EP, {"hidden_multiple": 48}),
     "fewer_rows": (DP_EP, {"rows": 5}),
+    "round_robin": (TP_EP_ONE, {"placement": "round_robin", "routing": GROUPS}),
 }  # fmt: skip
 
 
@@ -186,16 +193,16 @@ def test_gradients_are_those_of_the_whole_layer() -> None:
         assert_close(torch.cat(parts), w, Tol(1e-5, "sums in another order"), f"gradient {i}")
 
 
-def too_many(rank: int, world: str, rows: int | None) -> Tensor:
+def too_many(rank: int, world: str, rows: int) -> Tensor:
     layer = MoELayer(
         **SIZES, parallel=DP_EP.config(rank), tokens="own", max_num_tokens=4, group=world
     )
     return layer(torch.randn(1 + 2 * rank, 64), torch.randn(1 + 2 * rank, 6), rows=rows)
 
 
-@pytest.mark.parametrize("rows", [None, 2])
-def test_more_tokens_than_agreed_raise_on_every_rank(rows: int | None) -> None:
-    who = "rank 2 has 5" if rows is None else "rank 1 has 3, rank 2 has 5"
+@pytest.mark.parametrize("rows", [4, 2])
+def test_more_tokens_than_agreed_raise_on_every_rank(rows: int) -> None:
+    who = "rank 2 has 5" if rows == 4 else "rank 1 has 3, rank 2 has 5"
     for error in threads(3, too_many, rows):
         assert isinstance(error, ValueError) and who in str(error)
 
@@ -203,7 +210,7 @@ def test_more_tokens_than_agreed_raise_on_every_rank(rows: int | None) -> None:
 def of_sharers(rank: int, world: str) -> Tensor:
     config = ParallelConfig.of(tp=2, tp_rank=rank, **EP)
     layer = MoELayer(**SIZES, parallel=config, tokens="own", max_num_tokens=8, **groups(config))
-    return layer(torch.randn(9, 64), torch.randn(9, 6))
+    return layer(torch.randn(9, 64), torch.randn(9, 6), rows=8)
 
 
 def test_sharers_agree_on_rows_of_a_share() -> None:

@@ -270,7 +270,7 @@ LAYER = {
     "redundant_experts": Slot(legal=(0, 1, 3), illegal=(*NO_COUNT, 2**31)),
     "balanced": FLAG,
     "reduce_results": Slot(
-        legal=(None, torch.nn.Identity()), illegal=(3, 2.5, [], {}, True, "", "no group", b"x")
+        legal=(None, False, torch.nn.Identity()), illegal=(3, 2.5, [], {}, "", "no group", b"x")
     ),
     "hidden_multiple": Slot(legal=(1, 4, 64), illegal=NO_LAYER_SIZE),
     "intermediate_multiple": optional(Slot(legal=(1, 4, 64), illegal=NO_LAYER_SIZE)),

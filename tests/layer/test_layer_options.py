@@ -71,9 +71,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "shared_reduction='all' is unknown; choose one of partial, replicated",
     ),
     "reduce_results": (
-        {"reduce_results": True},
+        {"reduce_results": 3},
         TypeError,
-        "reduce_results must be the name of a process group, a function of a tensor or None",
+        "reduce_results must be the name of a process group, a function of a tensor, True for the",
     ),
     "scheme": ({"quant": "fp3"}, ValueError, "scheme 'fp3' is unknown; choose one of none, fp8"),
     "scheme_of_many": (
@@ -194,6 +194,34 @@ def test_numbers_of_numpy_are_taken() -> None:
 def test_what_there_is_not_is_refused_by_name(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         MoELayer(**{**SIZES, **options})
+
+
+def test_the_default_group_adds_the_parts() -> None:
+    two = ParallelConfig.of(tp=2, tp_rank=1)
+    said = "reduce_results=True takes the default group of torch.distributed, and there is none yet"
+    with pytest.raises(ValueError, match=said):
+        MoELayer(**SIZES, parallel=two, reduce_results=True)
+    alone = MoELayer(**SIZES, reduce_results=True)
+    assert "reduced" not in str(alone)
+    assert MoELayer(**SIZES, reduce_results=False).reduce_results is None
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        layer = MoELayer(**SIZES, parallel=two, reduce_results=True)
+        assert layer.reduce_results == dist.group.WORLD.group_name
+        assert "reduced over the ranks" in str(layer)
+        for config in (ParallelConfig.of(tp=3), ParallelConfig.of(tp=2)):
+            said = (
+                f"which has 2 ranks, of which this is 1, but parallel says rank 0 of {config.size}"
+            )
+            with pytest.raises(ValueError, match=f"{said}; give the group_name of the group of"):
+                MoELayer(**SIZES, parallel=config, reduce_results=True)
+        with pytest.raises(ValueError, match="leave out reduce_results, which would add those"):
+            MoELayer(
+                **SIZES, parallel=ParallelConfig.of(dp=2, dp_rank=1), reduce_results=True,
+                tokens="own", group=dist.group.WORLD.group_name, max_num_tokens=4,
+            )  # fmt: skip
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_process_group_that_there_is_not_is_refused() -> None:

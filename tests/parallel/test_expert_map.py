@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_ops import experts
-from moe_ops.parallel.config import ParallelConfig
+from moe_ops.parallel.config import COLLECTIVES, HIGH_THROUGHPUT, ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement, place
 from moe_ops.testing import Case, Tol, assert_close, make_layer
 from tests.chosen import in_turn
@@ -22,7 +22,7 @@ each_placement = pytest.mark.parametrize("asked", [{}, GROUPED], ids=["linear", 
 
 
 def ep(ranks: int, rank: int = 0, **asked: Any) -> ParallelConfig:
-    return ParallelConfig.of(tp=ranks, tp_rank=rank, expert_parallel=True, **asked)
+    return ParallelConfig.of(**{"tp": ranks, "tp_rank": rank, "expert_parallel": True, **asked})
 
 
 def all_ranks(num_experts: int, ranks: int, **asked: Any) -> list[ExpertPlacement]:
@@ -111,7 +111,11 @@ REFUSED = {
     "no_groups": ({"num_groups": 1}, {}, "num_groups=1"),
     "redundant": ({"redundant": 2}, {}, "redundant=2 experts are placed by the balancer"),
     "balanced": ({"balanced": True}, {}, "placed by the balancer"),
-    "collective": ({}, {"collective": "alltoall_high_throughput"}, "experts to be neighbours"),
+    "collective": (
+        {},
+        {"collective": "alltoall_high_throughput", "dp": 2, "tp": 2},
+        "alltoall_high_throughput between dp_size=2 ranks takes a rank's experts to be neighbours",
+    ),
 }
 
 
@@ -124,11 +128,15 @@ def test_round_robin_gives_way_to_linear_and_says_why(
     assert (got.placement, got.ids_of(1)[0]) == ("linear", got.starts[1])
 
 
-@pytest.mark.parametrize("collective", ["allgather_reducescatter", "alltoall_low_latency"])
-def test_round_robin_stands_where_it_can_serve(collective: str) -> None:
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("dp", [1, 2])
+def test_round_robin_stands_where_it_can_serve(collective: str, dp: int) -> None:
+    """With one data parallel rank by any collective, sequence parallel or not."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert place(8, ep(4, collective=collective), **GROUPED).placement == "round_robin"
+        for sequence in (False, True) if dp == 1 or collective != HIGH_THROUGHPUT else ():
+            config = ep(4 // dp, dp=dp, collective=collective, sequence_parallel=sequence)
+            assert place(8, config, **GROUPED).placement == "round_robin"
 
 
 BAD = {
@@ -168,7 +176,7 @@ def test_a_group_grows_and_shrinks() -> None:
 
 def test_what_was_asked_for_comes_back_when_the_group_can_serve_it() -> None:
     with pytest.warns(UserWarning):
-        here = place(8, ep(4, collective="alltoall_high_throughput"), **GROUPED)
+        here = place(8, ep(2, dp=2, collective="alltoall_high_throughput"), **GROUPED)
     assert here.placement == "linear"
     assert here.resized(ep(2)).placement == "round_robin"
 

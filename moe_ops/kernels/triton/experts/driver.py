@@ -103,7 +103,7 @@ def run(
     if c.inverse_R is None:
         return c.out
     if counts_E is not None:
-        return put_back(c.out, counts_E, ends_E)
+        return put_back(c.out, counts_E, c.order[1])
     return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
 
 
