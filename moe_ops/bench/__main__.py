@@ -26,9 +26,11 @@ from moe_ops.bench import (
     options,
     overhead,
     packing,
+    plot,
     quantized,
     step,
     task,
+    task_plot,
     train,
 )
 from moe_ops.bench.results import write
@@ -106,7 +108,12 @@ def measure_accuracy(args: argparse.Namespace) -> Figures:
 
 
 def measure_task(args: argparse.Namespace) -> Figures:
-    return versions() | task.measure_task(args, command())
+    if args.plot:
+        plot.pyplot()  # raises before anything is measured
+    found = task.measure_task(args, command())
+    if args.plot:
+        task_plot.draw(task.loaded(found), Path(args.plot))
+    return versions() | found
 
 
 def measure_packing(args: argparse.Namespace) -> Figures:

@@ -356,6 +356,7 @@ def add_task(of: argparse.ArgumentParser) -> None:
     of.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="whose kernels")
     of.add_argument("--steps", type=number, help="of training; those of the recipe if left out")
     of.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    of.add_argument("--plot", help="also draw to this PNG file")
     of.add_argument(
         "--seconds", type=seconds, help="end after the scheme that is scored then; --json goes on"
     )

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from moe_ops.bench import __main__ as cli
-from moe_ops.bench import task, task_model, task_scores, task_text
+from moe_ops.bench import task, task_model, task_plot, task_scores, task_text
 from moe_ops.bench.contenders import backends_of
+from moe_ops.bench.task import TaskResults
 from moe_ops.bench.task_model import Recipe, Trained
 from moe_ops.bench.task_scores import TaskCell
 from moe_ops.bench.task_text import Text
@@ -230,9 +231,10 @@ def made(scheme: str, weights: str, ranks: int, lost: float) -> TaskCell:
     )  # fmt: skip
 
 
-def test_table_text(model: Trained) -> None:
+@pytest.fixture
+def results(model: Trained) -> TaskResults:
     about = replace(model.about, parameters=5_400_000, seconds=412.0, recipe=Recipe())
-    results = task.TaskResults(
+    return TaskResults(
         command="", device="Made-up Device", versions={}, about=about, rows=64,
         float32=(1.2999, 0.6201),
         cells=[
@@ -240,6 +242,9 @@ def test_table_text(model: Trained) -> None:
             made("mxfp4_w4a16", "mxfp4", 2, 0.021),
         ],
     )  # fmt: skip
+
+
+def test_table_text(results: TaskResults) -> None:
     assert task.loaded(json.loads(json.dumps(task.dump(results)))) == results
     assert_expected_inline(
         task.table(results),
@@ -250,3 +255,21 @@ scheme       weights  inputs  bits  perplexity  lost, %     ±  accuracy, %  los
 none          16-bit  16-bit  4.25      3.6693    +0.00  0.04        62.00
 mxfp4_w4a16    mxfp4  16-bit  4.25      3.7434    +2.02  0.04        62.00               +2.12""",  # noqa: E501
     )
+
+
+def test_the_picture_has_a_line_for_each_scheme(results: TaskResults, tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="pip install torch-moe-ops[bench]")
+    task_plot.draw(results, tmp_path / "plot.png")
+    pixels = image.imread(tmp_path / "plot.png")
+    assert pixels.shape[1] == pytest.approx(900, abs=5)
+    assert pixels[..., :3].min() < 0.5  # not blank
+
+
+def test_schemes_are_drawn_by_what_they_lose(results: TaskResults) -> None:
+    cells = task_plot.shown(results)
+    assert [(c.scheme, c.ranks) for c in cells] == [("none", 1), ("mxfp4_w4a16", 1)]
+    assert [task_plot.label(c) for c in cells] == ["16-bit", "mxfp4"]
+    assert task_plot.label(replace(cells[1], input_format="mxfp8")) == "mxfp4 + mxfp8"
+    assert [task_plot.kind(replace(cells[1], bits_per_weight=b)) for b in (4.62, 6.25, 8.0)] == [
+        4, 6, 8,
+    ]  # fmt: skip
