@@ -33,14 +33,13 @@ def text(runs: Sequence[TaskResults]) -> str:
     """Where it was measured, what the model makes of the text before it is quantised, and schemes
     by what they lose, the least first."""
     places = [
-        f"{'Then' if i else 'First'} {run.device}, torch {run.versions['torch']}: in float32 "
-        f"arithmetic a perplexity of {math.exp(run.float32[0]):.3f} with "
-        f"{100 * run.float32[1]:.1f} % of the bytes right."
-        for i, run in enumerate(runs)
+        f"- {where(run, 1)}: {run.device}, torch {run.versions['torch']}. In float32 arithmetic "
+        f"the perplexity is {math.exp(run.float32[0]):.3f}, with {100 * run.float32[1]:.2f} % right."
+        for run in runs
     ]
     columns = [(run, n) for run in runs for n in sorted({c.ranks for c in run.cells})]
     head = ["scheme", "weights", "inputs", "bits", "perplexity", "right, %"]
-    head += [f"lost {where(run, n)}, %" for run, n in columns]
+    head += [f"lost, {where(run, n)}, %" for run, n in columns]
     first = {c.key[0]: c for c in reversed(runs[0].cells)}
     ordered = sorted(first.items(), key=lambda item: item[1].lost_nats)
     rows = [row(pair, cell, columns) for pair, cell in ordered]
@@ -48,7 +47,7 @@ def text(runs: Sequence[TaskResults]) -> str:
 
 
 def where(run: TaskResults, ranks: int) -> str:
-    device = run.device.removeprefix("NVIDIA ").split()[0]
+    device = run.device.split()[1] if run.device.startswith("NVIDIA ") else "CPU"
     return f"{device}, {ranks} ranks" if ranks > 1 else device
 
 

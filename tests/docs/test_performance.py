@@ -149,9 +149,11 @@ def test_schemes_of_a_task_are_ordered_by_what_they_lose() -> None:
     )  # fmt: skip
     gpu = replace(cpu, device="NVIDIA H7", cells=[scored("mxfp4_w4a16", "mxfp4", 1, 0.022)])
     text = task.text([cpu, gpu])
-    assert "First Made-up Chip, torch 2.13.0: in float32 arithmetic a perplexity of 3.669" in text
+    assert (
+        "- CPU: Made-up Chip, torch 2.13.0. In float32 arithmetic the perplexity is 3.669" in text
+    )
     head, _, none, mxfp4 = text.splitlines()[-4:]
-    assert head.endswith("| lost Made-up, % | lost Made-up, 2 ranks, % | lost H7, % |")
+    assert head.endswith("| lost, CPU, % | lost, CPU, 2 ranks, % | lost, H7, % |")
     assert none == "| `none` | 16-bit | 16-bit | 4.25 | 3.669 | 62.00 | +0.00 ± 0.04 |  |  |"
     assert mxfp4.endswith("| 3.743 | 62.00 | +2.02 ± 0.04 | +2.12 | +2.22 |")
 
