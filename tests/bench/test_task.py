@@ -196,6 +196,7 @@ def test_the_command_goes_on_where_it_was_stopped(
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_the_command_starts_ranks(run: Callable[..., dict[str, Any]]) -> None:
     found = run("--schemes", "mxfp4_w4a16")["cells"]
     assert [(cell["scheme"], cell["ranks"]) for cell in found] == [

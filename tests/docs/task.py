@@ -34,7 +34,8 @@ def text(runs: Sequence[TaskResults]) -> str:
     by what they lose, the least first."""
     places = [
         f"- {where(run, 1)}: {run.device}, torch {run.versions['torch']}. In float32 arithmetic "
-        f"the perplexity is {math.exp(run.float32[0]):.3f}, with {100 * run.float32[1]:.2f} % right."
+        f"the perplexity is {math.exp(run.float32[0]):.3f}, and {100 * run.float32[1]:.2f} % are "
+        "right."
         for run in runs
     ]
     columns = [(run, n) for run in runs for n in sorted({c.ranks for c in run.cells})]
