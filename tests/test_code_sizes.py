@@ -79,6 +79,7 @@ MANY_PARAMETERS = {
     },
     "filled from the options of a command": {
         "moe_ops/bench/cells.py: Grid",
+        "moe_ops/bench/task_model.py: Recipe",
     },
     "filled from the arguments of Op.backend, which are fewer": {
         "moe_ops/registry/backend.py: Backend",
@@ -91,6 +92,7 @@ MANY_PARAMETERS = {
         "moe_ops/bench/loading.py: Loading",
         "moe_ops/bench/results.py: Results",
         "moe_ops/bench/stages.py: StageCell",
+        "moe_ops/bench/task_scores.py: TaskCell",
         "moe_ops/bench/train_cells.py: TrainCell",
         "moe_ops/graphs/report.py: StepsReport",
         "moe_ops/planning/plan.py: Choice",

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m moe_ops.bench overhead|layer|op|accuracy|compile|packing|report`."""
+"""Benchmarks: `python -m moe_ops.bench overhead|layer|op|accuracy|task|compile|packing|report`."""

@@ -26,15 +26,17 @@ from moe_ops.bench import (
     options,
     overhead,
     packing,
+    plot,
     quantized,
     step,
+    task,
+    task_plot,
     train,
 )
 from moe_ops.bench.results import write
 from moe_ops.bench.when import when
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.planning.cost import processor
-from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import LAYERS
 
 PROGRAM = "python -m moe_ops.bench"
@@ -103,6 +105,15 @@ def measure_accuracy(args: argparse.Namespace) -> Figures:
         },
         "accuracy": [asdict(a) for a in found],
     }
+
+
+def measure_task(args: argparse.Namespace) -> Figures:
+    if args.plot:
+        plot.pyplot()  # raises before anything is measured
+    found = task.measure_task(args, command())
+    if args.plot:
+        task_plot.draw(task.loaded(found), Path(args.plot))
+    return versions() | found
 
 
 def measure_packing(args: argparse.Namespace) -> Figures:
@@ -203,6 +214,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "counters": (measure_counters, "what limits each kernel on a GPU, by Nsight Compute"),
     "report": (print_report, "the figures that `layer --ours moe --json` wrote, as Markdown"),
     "accuracy": (measure_accuracy, "error of a layer and KL of a model, for every scheme"),
+    "task": (measure_task, "perplexity and accuracy of a small trained model, for every scheme"),
     "compile": (measure_compile, "what the passes add to the time of compiling a model"),
     "packing": (measure_packing, "time to quantise weights, for every format"),
     "quantised": (measure_quantized, "a layer on the CPU in several formats, beside bfloat16"),
@@ -251,13 +263,9 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument("file", help="the JSON file")
         of.add_argument("--plot", help="also draw to this PNG file")
     if name == "accuracy":
-        of.add_argument(
-            "--schemes", type=scheme_names, default=[], help="comma-separated; all if left out"
-        )
-        of.add_argument("--seed", type=int, default=0, help="of weights and inputs")
-        of.add_argument(
-            "--device", default="cpu", choices=sorted(accuracy.KERNELS), help="whose kernels"
-        )
+        options.add_accuracy(of)
+    if name == "task":
+        options.add_task(of)
     if name == "compile":
         of.add_argument(
             "--layers", type=options.numbers, default=[4, 12, 48], help="comma-separated"
@@ -284,14 +292,6 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument("--repeats", type=int, default=5, help="runs; the median counts")
         of.add_argument("--cold", action="store_true", help="read from the disk")
         of.add_argument("--folder", type=Path, help="where the files are written and removed")
-
-
-def scheme_names(text: str) -> list[str]:
-    names = text.split(",")
-    for name in names:
-        if name not in SCHEMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SCHEMES)}")
-    return names
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -347,7 +347,7 @@ def main() -> None:
     if args.json:
         write(Path(args.json), figures)
     measured = (*figures.get("cells", ()), *figures.get("accuracy", ()))
-    if any(one["wrong"] for one in measured):
+    if any(one.get("wrong") for one in measured):
         sys.exit(1)
 
 

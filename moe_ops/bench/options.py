@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_ops.bench import ep, formats, tiles
+from moe_ops.bench import accuracy, ep, formats, tiles
 from moe_ops.bench.contenders import STOCK
 from moe_ops.bench.rates import Rates, has_8bit_product
 from moe_ops.bench.train_contenders import NAMES
@@ -18,6 +18,7 @@ from moe_ops.bench.train_inputs import PUBLISHED, TINY, TRAINED
 from moe_ops.planning.layers import ROUTINGS
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.config import QuantConfig
+from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import LAYERS
 
 HOST = ("lifted", "ops")  # what is timed by the host's clock, against transformers' own
@@ -75,6 +76,14 @@ def linear_format(text: str) -> str:
         return named_format("linears", text).name if text else ""
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def scheme_names(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SCHEMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(SCHEMES)}")
+    return names
 
 
 def words(text: str) -> list[str]:
@@ -319,3 +328,35 @@ def add_ep(of: argparse.ArgumentParser) -> None:
     of.add_argument("--ranks", type=numbers, default=[8, 16, 64], help="of a simulation")
     of.add_argument("--zipf", type=float, nargs="+", default=[0.0, 0.5, 1.0])
     of.add_argument("--redundant", type=int, nargs="+", default=[0, 32], help="experts")
+
+
+def add_accuracy(of: argparse.ArgumentParser) -> None:
+    of.add_argument(
+        "--schemes", type=scheme_names, default=[], help="comma-separated; all if left out"
+    )
+    of.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+    of.add_argument(
+        "--device", default="cpu", choices=sorted(accuracy.KERNELS), help="whose kernels"
+    )
+
+
+def add_task(of: argparse.ArgumentParser) -> None:
+    of.add_argument("--weights", required=True, help="a file of the trained model, or for it")
+    of.add_argument(
+        "--schemes", type=scheme_names, default=list(SCHEMES),
+        help="comma-separated; all if left out, and 16 bits anyway",
+    )  # fmt: skip
+    of.add_argument(
+        "--every-format",
+        action="store_true",
+        help="all pairs of formats of a scheme; those that quantize_model takes if left out",
+    )
+    of.add_argument("--ranks", type=numbers, default=[1, 2], help="that share the experts")
+    of.add_argument("--rows", type=number, default=64, help="of held-out text to score")
+    of.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="whose kernels")
+    of.add_argument("--steps", type=number, help="of training; those of the recipe if left out")
+    of.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    of.add_argument("--plot", help="also draw to this PNG file")
+    of.add_argument(
+        "--seconds", type=seconds, help="end after the scheme that is scored then; --json goes on"
+    )

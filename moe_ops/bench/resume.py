@@ -32,6 +32,7 @@ class Held(Protocol):
 
 
 Found = TypeVar("Found", bound=Held)
+Value = TypeVar("Value")
 
 
 def before(path: Path, same: Mapping[str, Any], layers: Iterable[Case]) -> Results | None:
@@ -42,8 +43,20 @@ def before(path: Path, same: Mapping[str, Any], layers: Iterable[Case]) -> Resul
 def held(
     path: Path, load: Callable[[Path], Found], same: Mapping[str, Any], layers: Iterable[Named]
 ) -> Found | None:
+    """What a file of layers holds, as `alike` says; its layers are those of the run, too."""
+    found = alike(path, load, same)
+    if found is None:
+        return None
+    for layer in layers:
+        was = found.layers.get(layer.name, layer)
+        if was != layer:
+            raise ValueError(f"{path} holds results of {was}, this run is of {layer}; {REMEDY}")
+    return found
+
+
+def alike(path: Path, load: Callable[[Path], Value], same: Mapping[str, Any]) -> Value | None:
     """What a file holds; None if there is none. Raises ValueError, naming both, unless what is in
-    `same` (fields of what `load` gives) and the layers are those of the file.
+    `same` (fields of what `load` gives) is what the file has.
     """
     if not path.exists():
         return None
@@ -58,10 +71,6 @@ def held(
                 f"{path} holds results of {name} {_spelled(was)}, this run is of {name} "
                 f"{_spelled(now)}; {REMEDY}"
             )
-    for layer in layers:
-        was = found.layers.get(layer.name, layer)
-        if was != layer:
-            raise ValueError(f"{path} holds results of {was}, this run is of {layer}; {REMEDY}")
     return found
 
 

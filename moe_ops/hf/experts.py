@@ -188,7 +188,7 @@ def run(
         warn_once(f"{name} runs on transformers' grouped_mm: {found}")
         return fallback(module, x, ids_TK, weights_TK)
     act = found.activation if isinstance(found, StoredFormat) else found
-    w13, w2 = _weights(module, found, act.gated)
+    w13, w2 = weights_of(module, found, act.gated)
     rounds = isinstance(found, StoredFormat) and bool(found.x_format)
     sources = x, weights_TK, w13, w2, *(adapters or {}).values()
     if rounds and needs_grad(*sources):
@@ -236,7 +236,7 @@ def require_no_main_grad(module: nn.Module, reason: str) -> None:
         )
 
 
-def _weights(
+def weights_of(
     module: nn.Module, found: StoredFormat | Activation, gated: bool
 ) -> tuple[Tensor, Tensor]:
     """The weights of both products, or their codes."""

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from moe_ops.checks.options import check_text, check_type
 from moe_ops.checks.shapes import check_choice
 from moe_ops.hf.adapters.held import CHILD
-from moe_ops.hf.experts import describe, is_experts
-from moe_ops.hf.stored import stored_format
+from moe_ops.hf.experts import NO_GRADIENT, describe, is_experts, weights_of
+from moe_ops.hf.stored import StoredFormat, stored_format
 from moe_ops.hf.subclass import subclass
 from moe_ops.main_grad import main_grads
 from moe_ops.ops import experts, experts_accumulating, experts_over_ranks, sum_ranks
@@ -26,6 +26,7 @@ from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, PUSH, TRANSPORTS
+from moe_ops.registry.gradients import needs_grad, without_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=PreTrainedModel)
 TOKENS = ("replicated", "own")
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+QUANTIZED = "its weights are quantised; share the model first, then quantize_model on every rank"
 PER_EXPERT = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
 
 
@@ -72,6 +74,9 @@ def share_experts(
     many. Where tokens are replicated "push" and "auto" let ranks store their parts of a sum to each
     other, as long as that is the faster way. Of a model on a GPU, all ranks find out together here
     whether they can.
+
+    A shared model can be quantised, by `quantize_model` on every rank alike; one that is quantised
+    cannot be shared.
 
     A model on the meta device is shared likewise: make the rest with `to_empty`, call this again,
     which writes the tables of a shared model anew, and load or make this rank's weights. A state
@@ -113,20 +118,18 @@ def run(
             f"{type(module).__name__} has adapters, which experts over ranks do not add; "
             "remove_adapter first"
         )
-    act: Any = describe(module)
-    first = "gate_up_proj" if act.gated else "up_proj"
-    w13: Any = getattr(module, first)
-    w2: Any = module.down_proj
-    inputs = x_TD.to(w13.dtype)  # under autocast they may differ
-    options: dict[str, Any] = {
-        "transposed": bool(module.is_transposed), "kind": act.kind, "gated": act.gated,
-        "interleaved": act.interleaved, "alpha": act.alpha, "limit": act.limit,
-        "up_shift": act.up_shift,
-    }  # fmt: skip
-    if module.has_bias:
-        options["b13_EF"] = getattr(module, f"{first}_bias")
-        options["b2_ED"] = module.down_proj_bias
-    sums = main_grads(module, w13, w2)
+    found: Any = stored_format(module) or describe(module)
+    stored = isinstance(found, StoredFormat)
+    act = found.activation if stored else found
+    w13, w2 = weights_of(module, found, act.gated)
+    sources = x_TD, weights_TK, w13, w2
+    if stored and found.x_format and needs_grad(*sources):
+        with torch.no_grad():
+            out_TD = run(module, over, tables, x_TD, weights_TK, ids_TK)
+        return without_gradient(out_TD, NO_GRADIENT.format(type(module).__name__), *sources)
+    inputs = x_TD if stored else x_TD.to(w13.dtype)  # under autocast they may differ
+    options = _options(module, found, act)
+    sums = None if stored else main_grads(module, w13, w2)
     if over.collective and sums is not None:
         raise ValueError(
             f"experts that exchange tokens by {over.collective!r} do not add to main_grad; share "
@@ -145,6 +148,22 @@ def run(
         part = op(inputs, weights_TK, ids_TK, w13, w2, expert_map=tables[1], **given)
         out_TD = sum_ranks(part, over.group)
     return out_TD.to(x_TD.dtype)
+
+
+def _options(
+    module: nn.Module, found: StoredFormat | Activation, act: Activation
+) -> dict[str, Any]:
+    """The arguments of the ops but for tokens, routing and weights."""
+    codes = found if isinstance(found, StoredFormat) else None
+    given: dict[str, Any] = {
+        "transposed": codes is None and bool(module.is_transposed), "kind": act.kind,
+        "gated": act.gated, "interleaved": act.interleaved, "alpha": act.alpha,
+        "limit": act.limit, "up_shift": act.up_shift,
+    }  # fmt: skip
+    if module.has_bias:
+        given["b13_EF"] = module.gate_up_proj_bias if act.gated else module.up_proj_bias
+        given["b2_ED"] = module.down_proj_bias
+    return given if codes is None else given | codes.arguments(module)
 
 
 def tables_of(num_experts: int, group: Group, over: Over) -> tuple[Tensor, Tensor]:
@@ -174,7 +193,7 @@ def _check(name: str, module: nn.Module, group: Group, over: Over) -> None:
         if module._moe_ops_over != over:
             raise ValueError(f"{name} is shared as {module._moe_ops_over} already, not as {over}")
         return
-    act = describe(module) if stored_format(module) is None else "its weights are quantised"
+    act = describe(module) if stored_format(module) is None else QUANTIZED
     if CHILD in module._modules:
         act = "it has adapters, which each rank would have whole; remove_adapter first"
     if not isinstance(act, Activation):

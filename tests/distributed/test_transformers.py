@@ -22,14 +22,14 @@ SIZES: dict[str, Any] = {
 CLOSE = TOL["model", torch.float32]
 
 
-def make(family: str) -> Any:
+def make(family: str, sizes: dict[str, Any] = SIZES) -> Any:
     from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     if family == "gpt_oss":
-        sizes = {k: v for k, v in SIZES.items() if k != "moe_intermediate_size"}
+        sizes = {k: v for k, v in sizes.items() if k != "moe_intermediate_size"}
         return GptOssForCausalLM(GptOssConfig(**{**sizes, "num_local_experts": 4})).eval()
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=8, norm_topk_prob=True)).eval()
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=8, norm_topk_prob=True)).eval()
 
 
 def generated(model: Any, ids: Tensor) -> Tensor:
@@ -61,6 +61,35 @@ def shared(rank: int, group: str) -> None:
             moe_ops.share_experts(model, group)
 
 
+WIDE = {**SIZES, "hidden_size": 64, "moe_intermediate_size": 64}
+IN_CODES = {
+    "int8_w8a16": {"weight_format": "int8:row"},
+    "mxfp4_w4a16": {},
+    "fp8_w8a8": {"weight_format": "float8_e4m3fn:row", "input_format": "float8_e4m3fn:row"},
+    "nvfp4_w4a4": {},
+}
+
+
+def in_codes(rank: int, group: str) -> None:
+    """A model that is shared, and then quantised, against the whole model in the same format."""
+    import moe_ops
+
+    whole = make("qwen3_moe", WIDE)
+    ids = torch.randint(64, (4, 5))
+    for scheme, formats in IN_CODES.items():
+        quantized = copy.deepcopy(whole)
+        moe_ops.quantize_model(quantized, scheme, **formats, progress=False)
+        want = quantized(ids).logits
+        for how, mine in (({}, slice(None)), ({"tokens": "own"}, slice(2 * rank, 2 * rank + 2))):
+            model = moe_ops.share_experts(copy.deepcopy(whole), group, **how)
+            report = moe_ops.quantize_model(model, scheme, **formats, progress=False)
+            assert report.modules == 2 and not report.kept
+            assert_close(model(ids[mine]).logits, want[mine], CLOSE, f"{scheme} {how}")
+            assert not torch.equal(want, whole(ids).logits)
+    with pytest.raises(ValueError, match="its weights are quantised; share the model first"):
+        moe_ops.share_experts(quantized, group)
+
+
 def by_transformers(rank: int, group: str) -> None:
     """transformers' plan of expert parallelism, which runs our implementation of it."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -86,8 +115,9 @@ def by_transformers(rank: int, group: str) -> None:
 
 
 def uncompiled(rank: int, group: str) -> None:
-    """One after the other, as to import transformers takes longer than either."""
+    """One after the other, as to import transformers takes longer than any."""
     shared(rank, group)
+    in_codes(rank, group)
     if has_registry():
         by_transformers(rank, group)
 

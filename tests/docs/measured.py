@@ -39,7 +39,7 @@ CHANGES = (
     Change("the CPU kernel of routers", "2026-11-26 20:01", "d99227a", ("block_*",)),
     Change(
         "the CPU kernels of quantised experts", "2026-11-26 05:34", "b5de282",
-        ("quantised_epyc", "accuracy_cpu"),
+        ("quantised_epyc", "accuracy_cpu", "task_cpu"),
     ),
     Change("`generate` on a CPU", "2026-11-26 20:51", "ae9726c", ("quickstart_*",)),
     Change("the passes", "2026-11-26 20:23", "0dec0bf", ("compile_cpu",)),

@@ -14,8 +14,11 @@ from moe_ops.bench import quantized, report
 from moe_ops.bench.cells import Cell
 from moe_ops.bench.rates import Rates
 from moe_ops.bench.results import Results, dump, write
+from moe_ops.bench.task import TaskResults
+from moe_ops.bench.task_model import About, Recipe
+from moe_ops.bench.task_scores import TaskCell
 from moe_ops.testing import Case
-from tests.docs import figures, forwards, generation, layers, training
+from tests.docs import figures, forwards, generation, layers, task, training
 from tests.docs.figures import PAGES, RESULTS
 from tests.sources import ROOT
 
@@ -64,6 +67,7 @@ def test_pages_have_a_place_for_them() -> None:
         "train_h100", "train_wide_h100", "train_wide_h200", "train_frozen_h100",
         "train_frozen_h200",
     ]  # fmt: skip
+    assert task.BLOCK.findall((FOLDER / "ACCURACY.md").read_text())[0].split()[0] == "task_cpu"
     assert len(layers.MEANS.findall((ROOT / "docs" / "PERFORMANCE.md").read_text())) == 1
 
 
@@ -121,6 +125,37 @@ def test_another_measurement_is_another_page(tmp_path: Path, measured: Results) 
     faster = replace(measured, cells=[replace(measured.cells[0], us=1.0)])
     write(tmp_path / "one.json", dump(faster))
     assert report.fill(before, tmp_path) != before
+
+
+def scored(scheme: str, weights: str, ranks: int, lost: float) -> TaskCell:
+    return TaskCell(
+        scheme=scheme, weight_format=weights, input_format="", ranks=ranks, bits_per_weight=4.25,
+        backend="cpu", nats=1.3 + lost, accuracy=0.62, lost_nats=lost, lost_error=0.0004,
+    )  # fmt: skip
+
+
+def test_schemes_of_a_task_are_ordered_by_what_they_lose() -> None:
+    about = About(
+        recipe=Recipe(), text="", parameters=1, loss=1.0, seconds=1.0, device="cpu", threads=1,
+        torch="2.13.0",
+    )  # fmt: skip
+    cpu = TaskResults(
+        command="one", device="Made-up Chip", versions={"torch": "2.13.0"}, about=about, rows=64,
+        float32=(1.2999, 0.6201),
+        cells=[
+            scored("mxfp4_w4a16", "mxfp4", 1, 0.02), scored("none", "", 1, 0.0),
+            scored("mxfp4_w4a16", "mxfp4", 2, 0.021),
+        ],
+    )  # fmt: skip
+    gpu = replace(cpu, device="NVIDIA H7", cells=[scored("mxfp4_w4a16", "mxfp4", 1, 0.022)])
+    text = task.text([cpu, gpu])
+    assert (
+        "- CPU: Made-up Chip, torch 2.13.0. In float32 arithmetic the perplexity is 3.669" in text
+    )
+    head, _, none, mxfp4 = text.splitlines()[-4:]
+    assert head.endswith("| lost, CPU, % | lost, CPU, 2 ranks, % | lost, H7, % |")
+    assert none == "| `none` | 16-bit | 16-bit | 4.25 | 3.669 | 62.00 | +0.00 ± 0.04 |  |  |"
+    assert mxfp4.endswith("| 3.743 | 62.00 | +2.02 ± 0.04 | +2.12 | +2.22 |")
 
 
 def made(cells: list[dict[str, object]]) -> dict[str, object]:
