@@ -155,7 +155,8 @@ def count_anew(layers: Sequence[MoELayer]) -> None:
     for layer in layers:
         for t in (layer.loads, layer.physical_loads):
             if t is not None:
-                t.zero_()
+                with torch.inference_mode(t.is_inference()):  # in which some layers are made
+                    t.zero_()
 
 
 def _counted(layer: MoELayer) -> list[Tensor]:

@@ -100,6 +100,15 @@ def test_fused_shared_experts_are_not_counted() -> None:
     assert json.loads(json.dumps(seen.as_json()))["logical"] == seen.logical_LE.tolist()
 
 
+def test_layers_made_for_inference_are_sampled_too() -> None:
+    with torch.inference_mode():
+        layer = MoELayer(E, K, D, 12, balanced=True)
+        layer(*given(5, 0))
+    recorder = LoadRecorder([layer], every=1)
+    recorder.step()
+    assert int(recorder.last.logical_E.sum()) == 5 * K and not layer.loads.any()
+
+
 def recorded(rank: int, world: str, path: str, how: dict[str, Any], steps: int) -> Any:
     model = make(rank, world, "own", 2)
     recorder = LoadRecorder(model, world, path=path, **how)
