@@ -30,9 +30,9 @@ from moe_ops.ranks.groups import Group
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalancing:
     """When layers are rebalanced: after each `interval` steps those whose imbalance of these steps,
-    the highest load of a rank over the mean one, is at least the threshold. That is what `rebalance`
-    calls `before`: as if replicas of an expert had shared its load evenly, which they do over many
-    tokens. nodes: see `rebalance`.
+    the highest load of a rank over the mean one, is at least the threshold. It is taken as if
+    replicas of an expert had shared its load evenly, which they do over many tokens: what
+    `rebalance` calls `before`. nodes: see there.
 
     Raises TypeError or ValueError for numbers that cannot be.
     """
