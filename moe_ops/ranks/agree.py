@@ -83,7 +83,7 @@ def said_together(
 
 
 def _shortened(text: str) -> str:
-    """As much of a text as a header has room for."""
+    """The start of a text, at most MOST_REFUSAL bytes of it as JSON."""
     text = text.encode("ascii", "replace").decode()[:MOST_REFUSAL]
     while len(json.dumps(text)) > MOST_REFUSAL:  # quotes and ends of lines take two bytes
         text = text[: -max(1, (len(json.dumps(text)) - MOST_REFUSAL) // 2)]
