@@ -77,8 +77,9 @@ def model_loads(layers: Layers, group: str = "") -> ModelLoads:
     ranks are given count once.
 
     Raises ValueError for layers that count nothing, have other numbers of experts than each other,
-    or are not shared by this group; RuntimeError, naming the ranks, where ranks do not answer, have
-    other layers, or take experts to be elsewhere.
+    are shards here and whole experts there, are given twice, or are not shared by this group;
+    RuntimeError, naming the ranks, where ranks do not answer, have other layers, or take experts to
+    be elsewhere.
     """
     return gathered(named_layers(layers), Group.of(group))
 
@@ -99,15 +100,18 @@ def named_layers(layers: Layers) -> dict[str, MoELayer]:
             raise ValueError(f"layer {name!r} counts no loads; make it with balanced=True")
     if not found:
         raise ValueError("there is no MoELayer that counts loads; make some with balanced=True")
-    if len({(m.num_experts, m.placement.num_physical) for m in found.values()}) != 1:
+    if len({(m.num_experts, m.placement.sizes) for m in found.values()}) != 1:
         raise ValueError(
-            "layers must have as many experts each, logical and physical ones; give others apart"
+            "layers must have as many experts each, logical and physical ones, and all of them "
+            "shards or whole experts; give others apart"
         )
+    if len({id(m) for m in found.values()}) != len(found):
+        raise ValueError("a layer is given twice, and would count twice; give each once")
     return found
 
 
-def gathered(layers: Mapping[str, MoELayer], group: Group) -> ModelLoads:
-    """`model_loads` of named layers. Raises as it does."""
+def check_shared(layers: Mapping[str, MoELayer], group: Group) -> None:
+    """Raise ValueError unless these are the ranks that share each of the layers."""
     for name, m in layers.items():
         config = m.parallel
         if (config.size, config.rank) != (group.size, group.rank):
@@ -116,12 +120,18 @@ def gathered(layers: Mapping[str, MoELayer], group: Group) -> ModelLoads:
                 f"{group.size} ranks, of which this is {group.rank}; give the group of the ranks "
                 "that share the layer"
             )
+
+
+def gathered(layers: Mapping[str, MoELayer], group: Group) -> ModelLoads:
+    """`model_loads` of named layers. Raises as it does."""
+    check_shared(layers, group)
     first = next(iter(layers.values()))
     E, P, R = first.num_experts, first.placement.num_physical, group.size
     sharers = [_sharers(m) for m in layers.values()]
+    device = first.w13_weight.device  # that of others may be another one
     said = {"layers": len(layers), "E": E, "P": P, "sharers": sum(sharers)}
-    said_by_all("model_loads", said, group, device=first.w13_weight.device)
-    mine = [torch.cat(_counted(m)) for m in layers.values()]
+    said_by_all("model_loads", said, group, device=device)
+    mine = [torch.cat(_counted(m)).to(device) for m in layers.values()]
     every_RLN = all_gather(torch.stack(mine)[None], group).cpu()
     logical_RLE, physical_RLP, experts_RLP = every_RLN.split((E, P, P), -1)
     apart = [r for r in range(R) if not torch.equal(experts_RLP[r], experts_RLP[0])]
@@ -145,7 +155,8 @@ def count_anew(layers: Sequence[MoELayer]) -> None:
     for layer in layers:
         for t in (layer.loads, layer.physical_loads):
             if t is not None:
-                t.zero_()
+                with torch.inference_mode(t.is_inference()):  # in which some layers are made
+                    t.zero_()
 
 
 def _counted(layer: MoELayer) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from moe_ops.layer.module import MoELayer
 from moe_ops.parallel.load_balance import Rebalanced, check_threshold, rebalance
 from moe_ops.parallel.over_ranks import move_over_ranks
 from moe_ops.parallel.replicas import ExpertReplicas
-from moe_ops.ranks.agree import said_by_all
+from moe_ops.ranks.agree import CPU, said_together
 from moe_ops.ranks.groups import Group
 
 
@@ -32,14 +33,19 @@ def rebalance_layers(
     the highest load of a rank over the mean one is below it. `LoadRecorder` calls this every so
     many steps.
 
-    Returns what `rebalance` says. Raises ValueError for layers that cannot be rebalanced like this,
-    and RuntimeError, naming the ranks, where ranks do not answer, have other layers, or hold other
-    experts than each other think; then nothing was moved.
+    Returns what `rebalance` says. Raises, on every rank, ValueError or TypeError for layers that
+    cannot be rebalanced like this, with the words of the rank that has them, and RuntimeError,
+    naming the ranks, where ranks do not answer, have other layers, or hold other experts than each
+    other think; then nothing was moved.
     """
-    check_layers(layers, group, nodes)
-    check_threshold(threshold)
+    ranks = Group.of(group)
+    try:
+        check_layers(layers, group, nodes)
+        check_threshold(threshold)
+    except (TypeError, ValueError) as error:
+        said_together("rebalance_layers", {}, ranks, error, device=_device_of(layers))
     agree_on(layers, group, nodes, threshold)
-    found = gathered({str(i): layer for i, layer in enumerate(layers)}, Group.of(group))
+    found = gathered({str(i): layer for i, layer in enumerate(layers)}, ranks)
     return rebalance_by(layers, group, found.logical_LE, found.experts_LP, nodes, threshold)
 
 
@@ -57,6 +63,8 @@ def check_layers(layers: Sequence[MoELayer], group: str, nodes: int) -> None:
             )
     if len({(layer.num_experts, layer.placement.num_physical) for layer in layers}) != 1:
         raise ValueError("layers must be some, with as many experts each; rebalance others apart")
+    if len({id(layer) for layer in layers}) != len(layers):
+        raise ValueError("a layer is given twice, and would be moved twice; give each once")
     first = layers[0]
     even_LE = torch.ones(1, first.num_experts)
     current_LP = torch.arange(first.placement.num_physical)[None] % first.num_experts
@@ -65,15 +73,20 @@ def check_layers(layers: Sequence[MoELayer], group: str, nodes: int) -> None:
 
 
 def agree_on(layers: Sequence[MoELayer], group: str, nodes: int, threshold: float) -> None:
-    """Raise RuntimeError, naming the ranks, where they would rebalance otherwise than each other.
-    Every rank calls it."""
+    """Raise RuntimeError, naming the ranks, where they would rebalance otherwise than each other,
+    and ValueError where one refuses to. Every rank calls it."""
     first = layers[0]
     said = {
         "layers": len(layers), "E": first.num_experts, "P": first.placement.num_physical,
         "shared": first.placement.shared, "groups": first.routing.n_group, "nodes": nodes,
         "own": sum(layer.exchange is not None for layer in layers), "threshold": threshold,
     }  # fmt: skip
-    said_by_all("rebalance_layers", said, Group.of(group), device=first.w13_weight.device)
+    said_together("rebalance_layers", said, Group.of(group), None, device=_device_of(layers))
+
+
+def _device_of(layers: Sequence[Any]) -> torch.device:
+    """Where the layers are, if these are some."""
+    return next((m.w13_weight.device for m in layers if isinstance(m, MoELayer)), CPU)
 
 
 def rebalance_by(

@@ -12,17 +12,27 @@ import torch
 from torch import Tensor
 
 from moe_ops.checks.options import check_fields, check_int, check_type, check_writable
-from moe_ops.layer.loads import Layers, ModelLoads, count_anew, gathered, named_layers
+from moe_ops.layer.loads import (
+    Layers,
+    ModelLoads,
+    check_shared,
+    count_anew,
+    gathered,
+    named_layers,
+)
+from moe_ops.layer.module import MoELayer
 from moe_ops.layer.rebalance import agree_on, check_layers, rebalance_by
 from moe_ops.parallel.load_balance import Rebalanced, check_threshold
-from moe_ops.ranks.agree import said_together
+from moe_ops.ranks.agree import CPU, said_by_all, said_together
 from moe_ops.ranks.groups import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebalancing:
     """When layers are rebalanced: after each `interval` steps those whose imbalance of these steps,
-    the highest load of a rank over the mean one, is at least the threshold. nodes: see `rebalance`.
+    the highest load of a rank over the mean one, is at least the threshold. It is taken as if
+    replicas of an expert had shared its load evenly, which they do over many tokens: what
+    `rebalance` calls `before`. nodes: see there.
 
     Raises TypeError or ValueError for numbers that cannot be.
     """
@@ -72,48 +82,66 @@ class LoadRecorder:
         path: str | os.PathLike[str] | None = None,
         rebalancing: Rebalancing | None = None,
     ) -> None:
-        check_int("every", every, least=1)
-        self.layers = named_layers(layers)
+        self.layers: dict[str, MoELayer] = {}
         self.last: ModelLoads | None = None
         self._group, self._every, self._rebalancing = Group.of(group), every, rebalancing
-        self._path = None if path is None else Path(path)
         self._step = self._sampled = 0
+        self._path: Path | None = None
         self._window_LE: Tensor | None = None  # since the last rebalancing
-        if rebalancing is not None:
-            check_type("rebalancing", rebalancing, Rebalancing, "a Rebalancing or None")
-            check_layers([*self.layers.values()], group, rebalancing.nodes)
-        self._agree()
-
-    def _agree(self) -> None:
-        """Raise unless all ranks record alike, and the first one can write."""
         refusal: Exception | None = None
-        if self._path is not None and self._group.rank == 0:
-            try:
-                check_writable("path", self._path)
-            except (TypeError, OSError) as error:
-                refusal = error
+        try:
+            self._take(layers, path)
+        except (TypeError, ValueError, OSError) as error:
+            refusal = error
+        self._agree(refusal)
+
+    def _take(self, layers: Layers, path: str | os.PathLike[str] | None) -> None:
+        """Raise TypeError, ValueError or OSError unless this rank can do what it is asked for."""
+        self.layers = named_layers(layers)
+        check_int("every", self._every, least=1)
         how = self._rebalancing
-        said = {
+        check_type("rebalancing", how, (Rebalancing, type(None)), "a Rebalancing or None")
+        check_shared(self.layers, self._group)
+        if how is not None:
+            check_layers([*self.layers.values()], self._group.name, how.nodes)
+        check_type("path", path, (str, os.PathLike, type(None)), "a path or None")
+        self._path = None if path is None else Path(path)
+        if self._path is not None and self._group.rank == 0:
+            check_writable("path", self._path)
+
+    def _agree(self, refusal: Exception | None) -> None:
+        """Raise unless all ranks record alike, and none refuses."""
+        how = self._rebalancing
+        said = {} if refusal is not None else {
             "every": self._every, "interval": None if how is None else how.interval,
             "layers": len(self.layers),
         }  # fmt: skip
-        device = next(iter(self.layers.values())).w13_weight.device
-        said_together("LoadRecorder", said, self._group, refusal, device=device)
+        said_together("LoadRecorder", said, self._group, refusal, device=self._device)
         if how is not None:
             agree_on([*self.layers.values()], self._group.name, how.nodes, how.threshold)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the layers are, if there are any."""
+        return next((m.w13_weight.device for m in self.layers.values()), CPU)
 
     @torch.no_grad()
     def step(self) -> Rebalanced | None:
         """Count a step; sample and rebalance where it is time. Returns what was rebalanced, if it
-        was time for that. Raises RuntimeError where ranks differ or do not answer."""
+        was time for that.
+
+        Raises RuntimeError where ranks differ or do not answer; ValueError for layers that were
+        given to another group since, which need a recorder of their own; and on the first rank
+        OSError where the file cannot be written any more.
+        """
         self._step += 1
         how = self._rebalancing
         now = how is not None and self._step % how.interval == 0
         if not now and self._step % self._every:
             return None
+        check_shared(self.layers, self._group)
         steps = {"first_step": self._sampled + 1, "last_step": self._step}
-        device = next(iter(self.layers.values())).w13_weight.device
-        said_together("LoadRecorder.step", steps, self._group, None, device=device)
+        said_by_all("LoadRecorder.step", steps, self._group, device=self._device)
         sample = self.last = gathered(self.layers, self._group)
         self._sampled = self._step
         before_LE = self._window_LE

@@ -33,6 +33,7 @@ class Asked:
     placement: ExpertPlacement
     exchange: Exchange | None
     reduction: Reduction
+    most: int | None  # tokens that a rank sends at once, also while there is one rank
 
 
 @torch.inference_mode(False)
@@ -53,8 +54,9 @@ def resize_layer(
     Every rank that is in the old group, in the new one or in both calls it between the same two
     steps: `over` is a group of all of them. parallel: of the new group, as for `MoELayer`. group:
     its name. Where tokens are a rank's own, they go over it; where reduce_results was the name of
-    the old group, it becomes that of this one. A function stays, and has to add over the new ranks.
-    tp_group and max_num_tokens: as for `MoELayer`; without the latter it stays.
+    the old group, or of one rank True, it becomes that of this one. A function stays, and has to
+    add over the new ranks. tp_group and max_num_tokens: as for `MoELayer`; without the latter it
+    stays.
 
     A rank that leaves gives None and "": it keeps its weights, but its forward raises from then on.
     One that joins gives a layer that was made for the new group, and says so by `joins`. It gets
@@ -168,8 +170,8 @@ def _asked(
             f"{layer.parallel.describe()}"
         )
     exchange, reduction = None, layer.reduce_results
+    most = layer.max_num_tokens if max_num_tokens is None else max_num_tokens
     if layer.tokens == OWN_TOKENS:
-        most = layer.max_num_tokens if max_num_tokens is None else max_num_tokens
         given = {
             "parallel": parallel, "tokens": OWN_TOKENS, "group": group, "tp_group": tp_group,
             "max_num_tokens": most, "reduce_results": reduction, "quant": layer.quant,
@@ -188,7 +190,7 @@ def _asked(
     placement = layer.placement if joins else layer.placement.resized(parallel)
     how = replace(layer._combination(), reduction=reduction)
     how.check(parallel.size, exchange is not None and not exchange.tp_group)
-    return Asked(placement=placement, exchange=exchange, reduction=reduction)
+    return Asked(placement=placement, exchange=exchange, reduction=reduction, most=most)
 
 
 def _agreed(
@@ -253,12 +255,18 @@ def _alike(layer: MoELayer, asked: Asked | None) -> dict[str, Any]:
         "shared": placement.shared, "balanced": placement.balanced,
         "hidden_size": layer.sizes.hidden_size, "intermediate_size": layer.sizes.intermediate_size,
         "dtype": str(layer.w13_weight.dtype), "quant": str(layer.quant)[:100],
-        "tokens": layer.tokens, "activation": _checksum(layer.activation),
+        "tokens": layer.tokens, "reduce_results": _said_of(layer.reduce_results),
+        "activation": _checksum(layer.activation),
         "routing": _checksum(str(layer.routing)),
         "expert_tensors": _checksum(_forms(layer.expert_tensors(), 1)),
         "other_tensors": _checksum(_forms(others, 0)),
         "max_num_tokens": None if exchange is None else exchange.most,
     }  # fmt: skip
+
+
+def _said_of(reduction: Reduction) -> str | None:
+    """What adds the parts; a group may have another name on each rank, and may be to come."""
+    return "a group" if isinstance(reduction, str) else reduction and "a function"
 
 
 def _checksum(value: object) -> int:
@@ -294,8 +302,7 @@ def _adopt(layer: MoELayer, asked: Asked) -> None:
     layer.placement, layer.parallel, layer.exchange = placement, placement.config, exchange
     layer.reduce_results = asked.reduction
     layer._missing_exchange = missing_exchange(placement.config, layer.tokens)
-    if exchange is not None:
-        layer.max_num_tokens = exchange.most
+    layer.max_num_tokens = asked.most
     layer.expert_offset = placement.offset
     layer.sizes = replace(layer.sizes, E=placement.num_slots)
     slots = layer.expert_tensors()

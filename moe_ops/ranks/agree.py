@@ -20,7 +20,7 @@ from moe_ops.interop.interrupts import let_through
 from moe_ops.ranks.groups import Group, all_gather, resolve
 
 HEADER = 1024  # bytes
-MOST_REFUSAL = 800  # of them, for why a rank refuses
+MOST_REFUSAL = 800  # of them, as JSON, for why a rank refuses
 TAG = 0x0E0  # of our messages among others between two ranks
 
 CPU = torch.device("cpu")
@@ -71,8 +71,7 @@ def said_together(
 ) -> list[dict[str, Any]]:
     """What `said_by_all` gives, unless a rank has a refusal: then every rank raises, that one its
     own error and the others a ValueError with its words. Nobody waits for a rank that raised."""
-    text = "" if refusal is None else str(refusal).encode("ascii", "replace").decode()
-    said = values if refusal is None else {"refusal": text[:MOST_REFUSAL]}
+    said = values if refusal is None else {"refusal": _shortened(str(refusal))}
     every = _said(what, said, group, device)
     if refusal is not None:
         raise refusal
@@ -81,6 +80,14 @@ def said_together(
             raise ValueError(f"moe_ops.{what}: rank {rank} of {group.name!r}: {theirs['refusal']}")
     compare(what, every, own)
     return every
+
+
+def _shortened(text: str) -> str:
+    """The start of a text, at most MOST_REFUSAL bytes of it as JSON."""
+    text = text.encode("ascii", "replace").decode()[:MOST_REFUSAL]
+    while len(json.dumps(text)) > MOST_REFUSAL:  # quotes and ends of lines take two bytes
+        text = text[: -max(1, (len(json.dumps(text)) - MOST_REFUSAL) // 2)]
+    return text
 
 
 def compare(what: str, every: Sequence[Values], own: Sequence[str] = ()) -> None:

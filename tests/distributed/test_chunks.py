@@ -248,6 +248,41 @@ def test_a_graph_holds_all_parts(rows: int | None, parts: int) -> None:
     assert len(found) == parts
 
 
+@pytest.mark.parametrize(("tokens", "kept"), [(0, 3), (3, 2), (5, 1), (12, 0)])
+def test_a_graph_holds_parts_of_no_tokens_and_their_order(tokens: int, kept: int) -> None:
+    """Inductor would leave out what gives nothing, for which other ranks wait, and reorder."""
+    found: Counter[str] = Counter()
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.update(str(n.target).rpartition(".")[2] for n in graph.graph.nodes)
+        return graph
+
+    torch.compiler.reset()
+    with fake_group(4) as group, torch.no_grad():
+        layer = MoELayer(
+            **SIZES, parallel=ParallelConfig.of(dp=4, expert_parallel=True), tokens="own",
+            group=group, max_num_tokens=MOST, internal_gate=True, device="meta",
+        )  # fmt: skip
+        run = torch.compile(layer, fullgraph=True, backend=keep)
+        assert run(torch.empty(tokens, 64, device="meta"), rows=12).shape == (tokens, 64)
+    assert (found["kept"], found["after"]) == (kept, 2)
+
+
+def by_inductor(rank: int, world: str) -> None:
+    torch.manual_seed(0)
+    whole = randomize(MoELayer(**SIZES))
+    layer = make(rank, world, whole, {}, MOST)
+    run = torch.compile(lambda x, logits, rows: x + layer(x, logits, rows=rows))
+    for tokens in ((3, 0), (9, 4), (9, 0), (12, 1)):  # of each rank
+        x, logits = torch.randn(tokens[rank], 64), torch.randn(tokens[rank], 6)
+        assert_close(run(x, logits, tokens[0]), x + whole(x, logits), CLOSE, f"{tokens}")
+
+
+@pytest.mark.every
+def test_ranks_without_tokens_take_part_in_compiled_calls(tmp_path: Path) -> None:
+    processes(2, tmp_path, by_inductor)
+
+
 @pytest.mark.every
 def test_compiled_calls_run_in_parts(tmp_path: Path) -> None:
     processes(2, tmp_path, compiled)

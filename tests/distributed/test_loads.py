@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moe_ops.layer import LoadRecorder, ModelLoads, MoELayer, Rebalancing, model_loads
+from moe_ops.layer import (
+    LoadRecorder,
+    ModelLoads,
+    MoELayer,
+    Rebalancing,
+    model_loads,
+    rebalance_layers,
+    resize_layer,
+)
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.load_balance import rebalance
 from tests.distributed.ranks import processes, results, threads
@@ -90,6 +98,15 @@ def test_fused_shared_experts_are_not_counted() -> None:
     seen = model_loads({"mine": layer})
     assert seen.layers == ("mine",) and int(seen.physical_P.sum()) == 5 * K
     assert json.loads(json.dumps(seen.as_json()))["logical"] == seen.logical_LE.tolist()
+
+
+def test_layers_made_for_inference_are_sampled_too() -> None:
+    with torch.inference_mode():
+        layer = MoELayer(E, K, D, 12, balanced=True)
+        layer(*given(5, 0))
+    recorder = LoadRecorder([layer], every=1)
+    recorder.step()
+    assert int(recorder.last.logical_E.sum()) == 5 * K and not layer.loads.any()
 
 
 def recorded(rank: int, world: str, path: str, how: dict[str, Any], steps: int) -> Any:
@@ -189,6 +206,70 @@ def test_ranks_that_record_otherwise_are_named() -> None:
         assert isinstance(error, ValueError) and "give the group of the ranks that" in str(error)
 
 
+def after_a_resize(rank: int, world: str) -> None:
+    layer = make(rank, world, "own", 2, 1)[0]
+    recorder = LoadRecorder([layer], world, every=1)
+    resize_layer(layer, *((ParallelConfig(), "") if rank else (None, "")), over=world)
+    if rank == 1:  # and the other one is not asked
+        with pytest.raises(ValueError, match="layer '0' is one rank, but group="):
+            recorder.step()
+
+
+def test_a_layer_of_another_group_needs_another_recorder() -> None:
+    results(2, after_a_resize)
+
+
+# What one of two ranks gives to a recorder, and what both say; the other one gives what is right.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "every": ({"every": 0}, "every=0 must be at least 1"),
+    "path": ({"path": 3}, "path must be a path or None, got an int: 3"),
+    "rebalancing": ({"rebalancing": 3}, "rebalancing must be a Rebalancing or None, got an int: 3"),
+    "nodes": (
+        {"rebalancing": Rebalancing(interval=2, nodes=3)}, "ranks=2 must be a multiple of nodes=3",
+    ),
+    "uncounted": ({"layers": [MoELayer(E, K, D, 12)]}, "layer '0' counts no loads; make it with"),
+    "quotes": ({"path": "/nowhere/" + '"' * 900}, "path='/nowhere/\"\"\"\"\"\""),
+}  # fmt: skip
+
+
+def wrong_recorder(rank: int, world: str, wrong: dict[str, Any]) -> None:
+    given = {"layers": make(rank, world, "own", 2), "every": 1} | (wrong if rank == 0 else {})
+    LoadRecorder(group=world, **given)
+
+
+@pytest.mark.parametrize(("wrong", "text"), REFUSED.values(), ids=REFUSED)
+def test_what_one_rank_cannot_record_every_rank_refuses(wrong: dict[str, Any], text: str) -> None:
+    first, second = threads(2, wrong_recorder, wrong)
+    assert isinstance(first, (TypeError, ValueError, OSError)) and text in str(first)
+    assert isinstance(second, ValueError)
+    assert "moe_ops.LoadRecorder: rank 0 of" in str(second) and text in str(second)
+
+
+def twice_or_too_low(rank: int, world: str, threshold: float) -> None:
+    layers = [*make(rank, world, "own", 2)]
+    layers = layers[:1] * 2 if threshold == 1 and rank == 1 else layers
+    rebalance_layers(layers, world, threshold=threshold if rank == 1 else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "text"), [(1.0, "a layer is given twice"), (0.5, "threshold=0.5 is of the")]
+)
+def test_what_one_rank_cannot_rebalance_every_rank_refuses(threshold: float, text: str) -> None:
+    first, second = threads(2, twice_or_too_low, threshold)
+    assert isinstance(first, ValueError) and isinstance(second, ValueError)
+    assert "moe_ops.rebalance_layers: rank 1 of" in str(first)
+    assert text in str(first) and text in str(second)
+
+
+def shards_and_whole(rank: int, world: str) -> None:
+    model_loads([make(rank, world, kind, 2)[0] for kind in ("own", "shards")], world)
+
+
+def test_shards_and_whole_experts_are_viewed_apart() -> None:
+    for error in threads(2, shards_and_whole):
+        assert isinstance(error, ValueError) and "shards or whole experts; give" in str(error)
+
+
 def told(rank: int, world: str) -> None:
     with pytest.raises((FileNotFoundError, ValueError), match="there is no folder '/nowhere'"):
         no_folder(rank, world)
@@ -208,10 +289,8 @@ def test_what_cannot_be_recorded_says_why(tmp_path: Path) -> None:
         model_loads({"a": nn.Linear(1, 1)})
     with pytest.raises(ValueError, match="as many experts each, logical and physical ones"):
         model_loads([layer, MoELayer(E + 1, K, D, 12, balanced=True)])
-    with pytest.raises(ValueError, match="every=0 must be at least 1"):
-        LoadRecorder([layer], every=0)
-    with pytest.raises(TypeError, match="rebalancing must be a Rebalancing or None, got"):
-        LoadRecorder([layer], every=1, rebalancing=3)
+    with pytest.raises(ValueError, match="a layer is given twice, and would count twice"):
+        model_loads([layer, layer])
     with pytest.raises(ValueError, match="ranks=1 must be a multiple of nodes=2"):
         LoadRecorder([layer], every=1, rebalancing=Rebalancing(interval=2, nodes=2))
     with pytest.raises(IsADirectoryError, match="is a folder; give a file in it"):

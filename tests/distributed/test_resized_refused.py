@@ -118,6 +118,18 @@ def test_ranks_of_other_layers_are_named(options: dict[str, Any], name: str) -> 
         assert f"moe_ops.resize_layer: the ranks differ in {name}" in str(error)
 
 
+def joins_one_that_adds_nothing(rank: int, world: str) -> None:
+    layer = made({}, rank, 1 + rank, world if rank else "", SUMS)
+    resize_layer(layer, config_of(SUMS, 2, rank), world, over=world, joins=rank == 1)
+
+
+def test_ranks_that_add_their_parts_otherwise_are_named() -> None:
+    """Else one would wait for the others' parts in the next forward."""
+    for error in threads(2, joins_one_that_adds_nothing):
+        assert isinstance(error, RuntimeError)
+        assert "differ in reduce_results (rank 0: None, rank 1: 'a group')" in str(error)
+
+
 def more_ranks_than_experts(rank: int, world: str) -> None:
     pair = dist.new_group([0, 1])
     sizes = {**SIZES, "num_experts": 2, "top_k": 1}
@@ -143,6 +155,9 @@ def test_a_group_of_one_rank_is_left_to_itself() -> None:
     assert torch.equal(layer(x, logits), want)
     with pytest.raises(ValueError, match="a rank that joins needs the ParallelConfig"):
         resize_layer(layer, None, "", over="", joins=True)
+    sends = MoELayer(**SIZES, tokens="own", max_num_tokens=8)
+    resize_layer(sends, ParallelConfig(), "", over="", max_num_tokens=16)
+    assert sends.max_num_tokens == 16, "of a later group"
     with pytest.raises(TypeError, match="layer must be a MoELayer, got"):
         resize_layer(LINEAR, None, "", over="")
     with pytest.raises(ValueError, match=r"over='mine': torch\.distributed has no process group"):
