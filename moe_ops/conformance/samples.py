@@ -124,25 +124,20 @@ INPUT_FORMATS = (
 )  # fmt: skip
 
 # Formats of weights and inputs that meet in one product; every kind of element, group and scale.
+ALONE = (
+    "float8_e5m2:row", "int8:1x32", "uint8:1x32", "int4:1x32", "uint4:1x16", "mxfp4", "nf4:1x32",
+    "q4_k", "q5_k", "q6_k",
+)  # fmt: skip
 PAIRS = (
     ("float8_e4m3fn:16x32", "float8_e4m3fn:1x32"),
     ("float8_e4m3fn:128x128:e8m0", "float8_e4m3fn:1x128"),
     ("float8_e4m3fn:row", "float8_e4m3fn:row"),
     ("float8_e4m3fn:tensor", "float8_e4m3fn:tensor"),
-    ("float8_e5m2:row", ""),
     ("int8:row", "int8:row"),
-    ("int8:1x32", ""),
-    ("uint8:1x32", ""),
-    ("int4:1x32", ""),
-    ("uint4:1x16", ""),
-    ("mxfp4", ""),
     ("mxfp4", "mxfp6_e3m2"),
     ("mxfp6_e2m3", "mxfp8"),
     ("nvfp4", "nvfp4"),
-    ("nf4:1x32", ""),
-    ("q4_k", ""),
-    ("q5_k", ""),
-    ("q6_k", ""),
+    *((weights, "") for weights in ALONE),
 )
 
 

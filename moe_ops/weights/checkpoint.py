@@ -200,10 +200,8 @@ class Loading:
         layer = self.layers[prefix]
         if layer.quant is None:
             if coding.name not in self.decoded:
-                log.info(
-                    "%s is %s: decoded to %s, as others are", stored.name, coding.name,
-                    layer.w13_weight.dtype,
-                )  # fmt: skip
+                into = layer.w13_weight.dtype
+                log.info("%s is %s: decoded to %s, as others are", stored.name, coding.name, into)
             self.decoded.add(coding.name)
             return
         scale = replace(entry, parameter=entry.parameter.replace("weight", "scale"))

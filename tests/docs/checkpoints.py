@@ -226,11 +226,28 @@ def configured(config: dict[str, Any]) -> Callable[[Path], Values]:
     return write
 
 
+def of_bitsandbytes(nf4: Any) -> list[Kind]:
+    """Those of bitsandbytes, two of them written by a module of the tests."""
+    return [
+        Kind(
+            name="bitsandbytes, NF4", write=lambda f: nf4.write_nf4(f, True),
+            quant=QuantConfig(weights="nf4"), sizes=(64, 128),
+        ),
+        Kind(
+            name="the same, and FP4, in blocks across rows", write=lambda f: nf4.write(f, True),
+            sizes=(nf4.D, nf4.I),
+        ),
+        Kind(
+            name="bitsandbytes, 8 bits",
+            write=configured({"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        ),
+    ]  # fmt: skip
+
+
 def kinds() -> list[Kind]:
     """Those of safetensors files."""
     with writers("checkpoints", "test_bitsandbytes") as (made, nf4):
-        width = (nf4.D, nf4.I)
-        gpt_oss, bits = made.write_gpt_oss, nf4.write
+        gpt_oss = made.write_gpt_oss
     int4, act = "int4:1x32:float16", "GPTQ in the order of activations"
     order = QuantConfig(weights=int4, ordered_input=True)
     each = QuantConfig(weights=int4, ordered_input=True, per_expert_order=True)
@@ -271,18 +288,7 @@ def kinds() -> list[Kind]:
             name="MXFP4 of gpt-oss", write=lambda f: gpt_oss(f).values, style="gpt-oss",
             quant=QuantConfig(weights="mxfp4"), bias=True, model=models.mxfp4,
         ),
-        Kind(
-            name="bitsandbytes, NF4", write=lambda f: nf4.write_nf4(f, True),
-            quant=QuantConfig(weights="nf4"), sizes=(64, 128),
-        ),
-        Kind(
-            name="the same, and FP4, in blocks across rows", write=lambda f: bits(f, True),
-            sizes=width,
-        ),
-        Kind(
-            name="bitsandbytes, 8 bits",
-            write=configured({"quant_method": "bitsandbytes", "load_in_8bit": True}),
-        ),
+        *of_bitsandbytes(nf4),
         Kind(
             name="GPTQ, 3 bits", write=configured({"quant_method": "gptq", "bits": 3}),
             quant=QuantConfig(weights=int4),
