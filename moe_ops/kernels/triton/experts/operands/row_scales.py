@@ -4,9 +4,11 @@ Such scales leave the sum over columns: codes are multiplied and added by the ma
 int32 and float8 in float32, and both scales are multiplied into the sum once. One scale for a
 tensor is stored as that of each of its rows.
 
-x is quantised ahead of the first product, each token once; by static scales of experts once for
-each of its choices. h is not multiplied by the weights of routing, as a scale that all rows share
-would change: instead the scales are, once h is quantised. Where that is:
+x is quantised ahead of the first product, each token once, of few beside the sort of their pairs;
+by static scales of experts once for each of its choices. One token alone, and its h, the products
+of `register_stream_gluon.py` quantise as they load it. h is not multiplied by the weights of
+routing, as a scale that all rows share would change: instead the scales are, once h is quantised.
+Where that is:
 
     static scale       in the first product, which stores codes
     scale a row        its largest magnitude is known once all columns are, of many programs, so one

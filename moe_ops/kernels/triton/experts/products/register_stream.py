@@ -50,7 +50,7 @@ class Stream:
 
     @property
     def options(self) -> dict[str, int]:
-        """How Triton launches it: its warps, and the most registers of a thread if they are few."""
+        """What Triton is told of a launch: its warps, and the most registers of a thread."""
         most = {"maxnreg": self.registers} if self.registers else {}
         return {"num_warps": self.warps, **most}
 
