@@ -84,20 +84,19 @@ def test_the_accuracy_table_is_what_was_measured() -> None:
         assert figures == measured[scheme, w, x], (scheme, w, x)
 
 
-NOT_RUN_ON_GPUS = {"int4_w_fp8_a"}  # as the page says
-
-
 def test_the_accuracy_of_gpu_kernels_is_what_was_measured() -> None:
     names = ("layer_error", "kl_nats", "kernel_layer_error", "kernel_kl_nats")
     measured = {
-        (a["scheme"], a["weight_format"], a["input_format"]): [f"{a[name]:.4f}" for name in names]
-        for a in results("accuracy_h100.json")["accuracy"]
+        (a["scheme"], a["weight_format"], a["input_format"]): [
+            f"{a[figure]:.4f}" for figure in names
+        ]
+        for name in ("accuracy_h100.json", "accuracy_h200.json")
+        for a in results(name)["accuracy"]
         if a["wrong"] == ""
     }
-    assert len(measured) == 54
+    assert len(measured) == 70
     rows = table_under("By kernels of a GPU")
-    assert {row[0] for row in rows} == set(SCHEMES) - NOT_RUN_ON_GPUS
-    assert not any(scheme in NOT_RUN_ON_GPUS for scheme, *_ in measured)
+    assert {row[0] for row in rows} == set(SCHEMES)
     for scheme, weights, inputs, *figures in rows:
         w, x = ("" if f == "16-bit" else f for f in (weights, inputs))
         assert figures == measured[scheme, w, x], (scheme, w, x)
