@@ -93,8 +93,11 @@ def quantized_linears(call: QuantizedLinearsCall) -> list[Tensor]:
 
     W_g is what the codes stand for, (code - zero) * scale * global_scale. Sums are in float32,
     rounded once to the dtype of the input. (The backend `triton.decoded` multiplies values that are
-    rounded to this dtype first, and so do the kernels of `triton` for more than one row.) On a GPU
-    codes, scales and biases may be read ahead of the end of the launch before: what writes them
+    rounded to this dtype first, and so do the kernels of `triton` for more than one row. Of one
+    row and codes of 8 bits, with a scale for each row of a weight or each 128 columns, they
+    multiply in float16 on Hopper, which holds values and the row exactly, but numbers below 2**-29
+    of its largest.) On a
+    GPU codes, scales and biases may be read ahead of the end of the launch before: what writes them
     must have ended two launches ago, as for parameters it has.
 
     x_TK: float [T, K]; weights: packed codes [N_g, K packed]; scales and zeros (uint8, of formats

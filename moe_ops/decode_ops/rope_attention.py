@@ -112,8 +112,8 @@ def rope_attention(call: RopeAttentionCall) -> Tensor:
     the quotient and x rounded; turned heads are rounded.
 
     On a GPU it is one launch for a short cache, two or three for others. The first may read the
-    cache, the slot, the mask and the gains ahead of the end of the launch before: what writes them
-    must have ended two launches ago. Raises ValueError for what `refusal` names.
+    cache, the slot, the mask, the gains and the sinks ahead of the end of the launch before: what
+    writes them must have ended two launches ago. Raises ValueError for what `refusal` names.
     """
     k_BND = _turned(call.k_BND, call.k_gain_D, call)
     call.keys_BNSD.index_copy_(2, call.slot, k_BND[:, :, None])

@@ -34,7 +34,7 @@ OF_STEPS = {
     "experts_onto": {"tiny_up", "tiny_down"},
     "linears": {"linears_one"},
     "normed_linears": {"linears_one"},
-    "rope_attention": {"rope_attention_kernel"},
+    "rope_attention": {"rope_attention_short"},
 }
 
 

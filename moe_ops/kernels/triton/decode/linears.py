@@ -6,7 +6,8 @@
 
 The blocks of all weights are programs of the one launch, those of the first weight first. Weights
 do not depend on the launch before, so each program of linears_one prefetches its first tile before
-that launch ends.
+that launch ends. On Hopper few outputs of up to eight rows, as of a router, are computed by the
+kernel of linears_gluon.py, which has all of its weights on their way by then, and norms the rows.
 """
 
 from __future__ import annotations

@@ -64,12 +64,12 @@ def stream_plan_for(T: int, K: int, across: int) -> Stream:
 
 
 @functools.cache
-def row_stream_plan_for(K: int, bits: int) -> Stream:
-    """The plan for one row of input and weights of K columns through the matrix units: warps share
-    columns until each has two steps, or four of four bits, which it asks for at once."""
+def row_stream_plan_for(K: int) -> Stream:
+    """The plan for one row of input and weights of K columns, codes of 8 bits, through the matrix
+    units: warps share columns until each has two steps, which it asks for at once."""
     steps = triton.cdiv(K, STEP)
-    S = power_below(max(1, min(16, steps * bits // 16)))
-    return Stream(S=S, C=S, ahead=min(triton.cdiv(steps, S), 32 // bits))
+    S = power_below(max(1, min(16, steps // 2)))
+    return Stream(S=S, C=S, ahead=min(triton.cdiv(steps, S), 4))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Linear layers of one row whose weights are codes, through the matrix units, in Gluon.
+"""Linear layers of one row whose weights are codes of 8 bits, through the matrix units, in Gluon.
 
     quantized_row_stream    y_g = x W_gᵀ + b_g: a program has some rows of a weight, warps that
                             share them other columns; x may be normed first
@@ -207,8 +207,8 @@ def quantized_row_stream(
     w_ptr = one_of(w0_ptr, w1_ptr, w2_ptr, w3_ptr, F1, F2, F3)
     scale_ptr = one_of(s0_ptr, s1_ptr, s2_ptr, s3_ptr, F1, F2, F3)
     part_S = gl.arange(0, S, along(words, 0)) * (steps_of(K, S) * COLUMNS_OF_STEP)
-    row_SM = row_M.to(gl.int64)[None, :] * (K * W.bits // 32)
-    w_SM = w_ptr + row_SM + (part_S * W.bits // 32)[:, None]
+    row_SM = row_M.to(gl.int64)[None, :] * (K // 4)
+    w_SM = w_ptr + row_SM + (part_S // 4)[:, None]
     one_S = 0 * part_S  # of one expert
     at = group_row(one_S[:, None], row_M[None, :], N0, K, W).to(gl.int32)
     end = at + (1 if W.across == -1 else gl.cdiv(K, W.across))
@@ -217,11 +217,7 @@ def quantized_row_stream(
     unit: gl.constexpr = unit_layout(SIZES)
     at = gl.convert_layout(at, gl.SliceLayout(2, unit))
     end = gl.convert_layout(end, gl.SliceLayout(2, unit))
-    if z0_ptr is None:
-        weights = (w_SM, one_S, scale_ptr, z0_ptr, at, end)
-    else:
-        zero_ptr = one_of(z0_ptr, z1_ptr, z2_ptr, z3_ptr, F1, F2, F3)
-        weights = (w_SM, one_S, scale_ptr, zero_ptr, at, end)
+    weights = (w_SM, one_S, scale_ptr, z0_ptr, at, end)  # of 8 bits there are no zero points
     ring = first_codes(weights, K, W, P, SIZES)
     bias_M = bias_of(b0_ptr, b1_ptr, b2_ptr, b3_ptr, g, m, size)
     gains = gains_of(gain_ptr, K, SIZES)

@@ -52,9 +52,11 @@ def _launch(x_TK: Tensor, layers: Coded, outs: Sequence[Tensor], plan: Stream | 
 
 
 def streams_row(layers: Coded) -> bool:
-    """Whether `run_row_stream` is for layers that `run_stream` takes: for codes that float16 holds,
-    of which one scale serves all columns of a step or a row, and few rows of them."""
-    return layers.weight.across in (-1, STEP) and sum(layers.sizes) <= MOST_OUTPUTS
+    """Whether `run_row_stream` is for layers that `run_stream` takes: for codes of 8 bits of which
+    one scale serves all columns of a step or a row, and few rows of them."""
+    weight = layers.weight
+    of_8 = weight.bits == 8 and weight.across in (-1, STEP)
+    return of_8 and sum(layers.sizes) <= MOST_OUTPUTS
 
 
 @on_its_device
@@ -85,7 +87,7 @@ def _launch_row(
 
     K, weight = x_TK.shape[1], layers.weight
     if plan is None:
-        plan = row_stream_plan_for(K, weight.bits)
+        plan = row_stream_plan_for(K)
     programs, constants = layers.constants(plan.rows)
     residual, gain, eps, total, normed, shift = norm or (None, None, 0.0, None, None, None)
     launch(

@@ -6,7 +6,8 @@
 
 What is in the cache was there before the launch before this one, so all of it is asked for while
 that one runs: of a short cache nothing is then left to wait for but the projections. A cache that
-shared memory does not hold takes the launch of rope.py and those of one_query.py.
+shared memory does not hold takes the launch of rope.py and those of one_query.py; that of one
+sequence, on Hopper and if registers hold its keys, the kernel of rope_attention_gluon.py.
 """
 
 from __future__ import annotations
