@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +31,7 @@ from moe_ops.kernels.triton.experts.adapters import (
     added_rows,
 )
 from moe_ops.kernels.triton.experts.call import Call, Reads
-from moe_ops.kernels.triton.experts.formats.codes import floats_of
+from moe_ops.kernels.triton.experts.formats.codes import floats_of, with_float8
 from moe_ops.kernels.triton.experts.operands import operand
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
@@ -67,6 +67,8 @@ def run(
     """The `experts` op, with adapters if there are any, added to a contiguous residual if there is
     one. `tiles` are those that the products take, None for products with a table of tiles. The
     device of x is the current one."""
+    if products.reads.float8 and layer.codes is not None:
+        layer = replace(layer, codes=with_float8(layer.codes))
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     # Where h is rounded to codes, they are those of h, not of h times its weight.
     early = products.reads.weighs and (codes is None or codes.inputs is None)
