@@ -184,7 +184,7 @@ def test_the_kernel_of_tokens_of_float8_waits_for_no_single_product(names, varia
     assert len(found) == variants
     assert max(v["shared"] for v in found) <= 232448
     # Places of lanes that are the same in all tiles, outside the loop over K.
-    assert max(v["spilled"] for v in found) <= 64
+    assert max(v["spilled"] for v in found) <= (32 if FEW_SPILLS else 88)
     # Where groups of columns have scales each product is waited for, but others are under way.
     whole = [v for v in found if v["W"]["across"] != 32]
     assert [v for v in whole if 4 * v["waits"] > v["products"]] == []
