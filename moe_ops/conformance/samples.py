@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.conformance import adapter_samples
-from moe_ops.conformance.code_samples import with_codes
+from moe_ops.conformance.code_samples import fits, in_formats, quantized, with_codes
 from moe_ops.conformance.decode_samples import DECODE_MAKERS
 from moe_ops.conformance.gradient_samples import (
     activate_backward,
@@ -28,7 +28,6 @@ from moe_ops.conformance.rank_samples import (
     tables,
 )
 from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
-from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.registry.spec import DECODE_OPS, OPS, Op
 from moe_ops.testing import ACTIVATIONS, GPT_OSS, Case, make_layer
@@ -124,10 +123,7 @@ INPUT_FORMATS = (
 )  # fmt: skip
 
 # Formats of weights and inputs that meet in one product; every kind of element, group and scale.
-ALONE = (
-    "float8_e5m2:row", "int8:1x32", "uint8:1x32", "int4:1x32", "uint4:1x16", "mxfp4", "nf4:1x32",
-    "q4_k", "q5_k", "q6_k",
-)  # fmt: skip
+ALONE = ("float8_e5m2:row", "int8:1x32", "uint8:1x32", "int4:1x32", "uint4:1x16", "mxfp4")
 PAIRS = (
     ("float8_e4m3fn:16x32", "float8_e4m3fn:1x32"),
     ("float8_e4m3fn:128x128:e8m0", "float8_e4m3fn:1x128"),
@@ -139,18 +135,8 @@ PAIRS = (
     ("nvfp4", "nvfp4"),
     *((weights, "") for weights in ALONE),
 )
-
-
-def fits(format: str, *widths: int) -> bool:
-    """Whether rows of these widths fill whole bytes."""
-    return not format or all(w % Format.of(format).parsed.storage.values == 0 for w in widths)
-
-
-def quantized(w: Tensor, format: str, name: str, axes: str) -> dict[str, Tensor | None]:
-    """A stacked weight's values, scales and zero points as arguments of an op."""
-    done = packing.quantize(w, Format.of(format))
-    return {f"{name}_E{axes}": done.values, f"{name}_scale_E{axes[0]}G": done.scale,
-            f"{name}_zero_E{axes[0]}G": done.zero}  # fmt: skip
+# Formats of weights alone: a table, and blocks with scales of their own.
+DECODED = ("nf4:1x32", "q4_k", "q5_k", "q6_k")
 
 
 def _quantize(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -205,7 +191,7 @@ def _expert_gemm(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     everything = torch.full_like(ends, x.shape[0])
     name = str(dtype).removeprefix("torch.")
     formats = {}
-    for w_format, x_format in PAIRS:
+    for w_format, x_format in (*PAIRS, *((one, "") for one in DECODED)):
         if not fits(w_format, case.D) or not fits(x_format, case.D):
             continue
         more: dict[str, Any] = {**quantized(w, w_format, "w", "FD"), "w_format": w_format}
@@ -278,10 +264,7 @@ def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     }
     for w_format, x_format in PAIRS:
         if fits(w_format, case.D, case.I) and fits(x_format, case.D, case.I):
-            first = quantized(w13, w_format, "w13", "FD")
-            second = quantized(w2, w_format, "w2", "DI")
-            formats = {"w_format": w_format, "x_format": x_format, **first, **second}
-            found[f"{w_format}_{x_format}"] = {**call, **formats}
+            found[f"{w_format}_{x_format}"] = {**call, **in_formats(layer, w_format, x_format)}
     if "nvfp4_nvfp4" in found:
         found["nvfp4_static"] = {
             **found["nvfp4_nvfp4"], **biases, "ids_TK": with_holes(ids, E),
@@ -311,6 +294,14 @@ def _experts(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
         "strided": {k: strided(v) for k, v in call.items()},
         "padded": {**call, "w13_EFD": padded(w13), "w2_EDI": padded(w2)},
     }
+
+
+def _experts_of_all(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Calls of `experts` in every kind of format; ops of gradients have those of `_experts`."""
+    found = _experts(case, dtype)
+    layer, plain = make_layer(case, dtype), found["same_dtype_weights"]
+    fitting = (of for of in DECODED if fits(of, case.D, case.I))
+    return {**found, **{f"{of}_": {**plain, **in_formats(layer, of, "")} for of in fitting}}
 
 
 def _moe(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -376,7 +367,7 @@ MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "expert_loads": _expert_loads,
     "activate": _activate,
     "combine": _combine,
-    "experts": _experts,
+    "experts": _experts_of_all,
     "experts_batched": lambda case, dtype: experts_batched(_experts(case, dtype)),
     "moe": _moe,
     "activate_backward": activate_backward,

@@ -18,7 +18,7 @@ from moe_ops.weights.configuration import naming
 from moe_ops.weights.experts import Piece, prepare_expert, write
 from moe_ops.weights.fused import taken_apart
 from moe_ops.weights.global_scales import GlobalScales
-from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored
+from moe_ops.weights.layouts import PLAIN, TRANSPOSED, Coding, Stored, scale_above
 from moe_ops.weights.names import FOREIGN, GATE_UP_DOWN, Entry, Style
 from moe_ops.weights.numbers import check_complete, check_input_factors
 from moe_ops.weights.places import EXPERTS, has_place, missing_of, shards_of
@@ -206,8 +206,7 @@ class Loading:
             return
         scale = replace(entry, parameter=entry.parameter.replace("weight", "scale"))
         if coding.scale_of_blocks is not None:
-            make, read = coding.scale_of_blocks, stored.read
-            stored, coding = stored._replace(read=lambda: make(read())), PLAIN
+            stored, coding = scale_above(coding, stored), PLAIN
         self._take_expert(prefix, scale, stored, coding, count=False)  # the weight counts
 
     def _take_as_it_is(self, prefix: str, name: str, entry: Entry, stored: Stored) -> bool:

@@ -153,6 +153,13 @@ class Stored(NamedTuple):
     like: Callable[[], Tensor] | None = None
 
 
+def scale_above(coding: Coding, stored: Stored) -> Stored:
+    """The one scale that a layer has above the blocks of an entry, as an entry."""
+    make = coding.scale_of_blocks
+    assert make is not None
+    return stored._replace(read=lambda: make(stored.read()))
+
+
 PLAIN = Coding(name="plain")
 # Unquantised weights with their columns as outputs.
 TRANSPOSED = Coding(name="transposed", weight=Matrix(rows=COLUMNS, columns=ROWS))

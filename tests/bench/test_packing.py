@@ -17,11 +17,12 @@ from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import LAYERS, Case
 
 TINY = Case(name="tiny", T=1, E=8, K=2, D=256, I=128)
+WIDE = Case(name="wide", T=1, E=8, K=2, D=256, I=256)  # which every format fills
 
 
 def test_every_weight_format_is_timed_on_what_was_asked_for() -> None:
-    values = 3 * 256 * 128
-    found = packing.measure(TINY, 2.2 * 2 * values / 1e9, 1)  # two experts
+    values = 3 * 256 * 256
+    found = packing.measure(WIDE, 2.2 * 2 * values / 1e9, 1)  # two experts
     formats = {w for info in SCHEMES.values() for w in info.weight_formats} - {""}
     assert {p.weight_format for p in found} == formats
     assert len(found) == len(formats)

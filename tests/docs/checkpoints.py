@@ -6,6 +6,7 @@ layers, or the ranks together, hold the weights that it stands for, else what th
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
@@ -159,6 +160,14 @@ def of_layout(name: str, key: str, **more: Any) -> Kind:
     return Kind(name=name, write=lambda f: made.write(f, layout).values, quant=quant, **more)
 
 
+def of_nf4(write: Callable[[Path, bool], Values]) -> Kind:
+    """NF4 of bitsandbytes, in a layer of the same codes."""
+    quant = QuantConfig(weights="nf4")
+    return Kind(
+        name="bitsandbytes, NF4", write=lambda f: write(f, True), quant=quant, sizes=(64, 128)
+    )
+
+
 def changed(
     kind: Kind,
     name: str,
@@ -226,28 +235,12 @@ def configured(config: dict[str, Any]) -> Callable[[Path], Values]:
     return write
 
 
-def of_bitsandbytes(nf4: Any) -> list[Kind]:
-    """Those of bitsandbytes, two of them written by a module of the tests."""
-    return [
-        Kind(
-            name="bitsandbytes, NF4", write=lambda f: nf4.write_nf4(f, True),
-            quant=QuantConfig(weights="nf4"), sizes=(64, 128),
-        ),
-        Kind(
-            name="the same, and FP4, in blocks across rows", write=lambda f: nf4.write(f, True),
-            sizes=(nf4.D, nf4.I),
-        ),
-        Kind(
-            name="bitsandbytes, 8 bits",
-            write=configured({"quant_method": "bitsandbytes", "load_in_8bit": True}),
-        ),
-    ]  # fmt: skip
-
-
 def kinds() -> list[Kind]:
     """Those of safetensors files."""
     with writers("checkpoints", "test_bitsandbytes") as (made, nf4):
+        width = (nf4.D, nf4.I)
         gpt_oss = made.write_gpt_oss
+        bits = functools.partial(nf4.write, nested=True)
     int4, act = "int4:1x32:float16", "GPTQ in the order of activations"
     order = QuantConfig(weights=int4, ordered_input=True)
     each = QuantConfig(weights=int4, ordered_input=True, per_expert_order=True)
@@ -288,7 +281,12 @@ def kinds() -> list[Kind]:
             name="MXFP4 of gpt-oss", write=lambda f: gpt_oss(f).values, style="gpt-oss",
             quant=QuantConfig(weights="mxfp4"), bias=True, model=models.mxfp4,
         ),
-        *of_bitsandbytes(nf4),
+        of_nf4(nf4.write_nf4),
+        Kind(name="the same, and FP4, in blocks across rows", write=bits, sizes=width),
+        Kind(
+            name="bitsandbytes, 8 bits",
+            write=configured({"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        ),
         Kind(
             name="GPTQ, 3 bits", write=configured({"quant_method": "gptq", "bits": 3}),
             quant=QuantConfig(weights=int4),

@@ -38,15 +38,19 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def qwen(seed: int = 0) -> Qwen3MoeForCausalLM:
+def qwen(seed: int = 0, width: int = 64) -> Qwen3MoeForCausalLM:
     torch.manual_seed(seed)
-    config = Qwen3MoeConfig(num_experts=6, moe_intermediate_size=64, intermediate_size=64, **SIZES)
+    sizes = SIZES | {"hidden_size": width}
+    config = Qwen3MoeConfig(
+        num_experts=6, moe_intermediate_size=width, intermediate_size=64, **sizes
+    )
     return randomised(Qwen3MoeForCausalLM(config), seed)
 
 
-def gpt_oss(seed: int = 0) -> GptOssForCausalLM:
+def gpt_oss(seed: int = 0, width: int = 64) -> GptOssForCausalLM:
     torch.manual_seed(seed)
-    config = GptOssConfig(num_local_experts=6, intermediate_size=64, **SIZES)
+    sizes = SIZES | {"hidden_size": width}
+    config = GptOssConfig(num_local_experts=6, intermediate_size=width, **sizes)
     return randomised(GptOssForCausalLM(config), seed)
 
 
@@ -82,6 +86,11 @@ def decoded(module: nn.Module, name: str) -> Tensor:
     )  # fmt: skip
 
 
+def width_of(scheme: str) -> int:
+    """A width of models that the formats of a scheme fill."""
+    return 256 if Format.of(SCHEMES[scheme].weight_formats[0]).in_blocks else 64
+
+
 WEIGHT_ONLY = [name for name, info in SCHEMES.items() if info.input_formats == ("",)]
 WEIGHT_ONLY.remove("none")
 
@@ -91,7 +100,7 @@ WEIGHT_ONLY.remove("none")
 def test_quantized_weights_give_what_the_stock_model_gives_with_them_decoded(
     scheme: str, make: Any
 ) -> None:
-    model, stock = make(), make()
+    model, stock = (make(width=width_of(scheme)) for _ in range(2))
     before = [(m.gate_up_proj.clone(), m.down_proj.clone()) for m in experts_of(model)]
     report = moe_ops.quantize_model(model, scheme, progress=False)
     assert (report.modules, report.kept) == (2, ())
@@ -118,13 +127,13 @@ EVERY = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "w", "x"), EVERY, ids=lambda v: v or "16bit")
 def test_every_scheme_stays_near_the_model_it_came_from(scheme: str, w: str, x: str) -> None:
-    model = qwen()
+    model = qwen(width=width_of(scheme))
     want = logits(model)
     moe_ops.quantize_model(model, scheme, weight_format=w, input_format=x, progress=False)
     got = logits(model)
     error = float((got - want).norm() / want.norm())
     bits = min(Format.of(f).bits for f in (w, x) if f)
-    bound = {4: 0.6, 6: 0.35, 8: 0.2}[int(bits)]
+    bound = {4: 0.6, 5: 0.45, 6: 0.35, 8: 0.2}[int(bits)]
     assert 0 < error < bound
 
 

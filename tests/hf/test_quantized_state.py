@@ -17,7 +17,7 @@ from moe_ops.hf.stored import stored_format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
 from tests.chosen import in_turn, one_in
-from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen
+from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen, width_of
 
 SCHEME = "int8_w8a16"
 EVERY = [name for name in SCHEMES if name != "none"]
@@ -25,7 +25,7 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 
 def quantized(scheme: str = SCHEME, seed: int = 0, make: Any = qwen) -> Any:
-    model = make(seed)
+    model = make(seed, width_of(scheme))
     weights = {"fp8_w8a8": "float8_e4m3fn:row"}.get(scheme)
     inputs = {"fp8_w8a8": "float8_e4m3fn:row"}.get(scheme)
     report = moe_ops.quantize_model(

@@ -251,13 +251,6 @@ def test_ranks_hold_whole_groups_of_what_stays_quantized(tmp_path: Path) -> None
         layer_of(file, parallel=ParallelConfig.of(tp=8, tp_rank=1))
 
 
-def test_the_package_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(ImportError, match=r"needs the package gguf; .*'torch-moe-ops\[gguf\]'"):
-        gguf_formats(tmp_path / "model.gguf")
-
-
 def test_scales_that_are_no_numbers_are_refused_before_a_weight_is_changed(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write(file, dict.fromkeys(SHAPES, "Q8_0"))

@@ -19,7 +19,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import F32, TOL, assert_close
-from moe_ops.weights import gguf_formats, load_checkpoint
+from moe_ops.weights import gguf_files, gguf_formats, load_checkpoint
 from tests.quant.blocks import HALVES, SIZES, any_ggml, specified
 from tests.weights.gguf_writer import Written, of_floats, write_gguf
 
@@ -32,6 +32,7 @@ KINDS = ("Q4_K", "Q5_K", "Q6_K")
 @pytest.fixture(autouse=True)
 def without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
+    gguf_files.coding_of_type.cache_clear()  # which may have asked it before
 
 
 def blocks(kind: str, name: str) -> np.ndarray:

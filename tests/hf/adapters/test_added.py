@@ -25,12 +25,16 @@ from tests.hf.adapters.models import (
     twin_of,
     wrapped,
 )
-from tests.hf.test_quantize import WEIGHT_ONLY, experts_of, gpt_oss, qwen
+from tests.hf.test_quantize import WEIGHT_ONLY, experts_of, gpt_oss, qwen, width_of
 
 MODEL = TOL["model", F32]
 FAMILIES = {"qwen": qwen, "gpt_oss": gpt_oss}
 FEW = ["int4_w4a16", "mxfp4_w4a16", "int8_w8a16"]
-SCHEMES = [s if s in FEW else pytest.param(s, marks=pytest.mark.every) for s in sorted(WEIGHT_ONLY)]
+SCHEMES = [
+    s if s in FEW else pytest.param(s, marks=pytest.mark.every)
+    for s in sorted(WEIGHT_ONLY)
+    if width_of(s) == 64
+]
 
 
 def coded(make: Callable[[], Any] = qwen, scheme: str = "int8_w8a16") -> Any:
