@@ -77,7 +77,7 @@ mxfp4                    2.00    12.25            6.12""",
 def test_the_command_prints_the_table_and_writes_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(LAYERS, "olmoe", TINY)
+    monkeypatch.setitem(LAYERS, "olmoe", WIDE)
     figures = tmp_path / "figures.json"
     options = [
         "--gigabytes",
@@ -94,5 +94,5 @@ def test_the_command_prints_the_table_and_writes_it(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == packing.weight_formats()
     written = json.loads(figures.read_text())
-    assert written["case"] == {"name": "tiny", "T": 1, "E": 2, "K": 2, "D": 256, "I": 128}
+    assert written["case"] == {"name": "wide", "T": 1, "E": 1, "K": 2, "D": 256, "I": 256}
     assert all(row["seconds_per_gb"] > row["seconds"] > 0 for row in written["packing"])

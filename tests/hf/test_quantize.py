@@ -29,9 +29,11 @@ from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
 from tests.peak import Peak
+from tests.quant.blocks import width_of
 from tests.two_scales import dequantize
 
 TOL = Tol(1e-4, "float32 sums in another order through a whole model")
+
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "vocab_size": 64, "num_experts_per_tok": 2, "max_position_embeddings": 64,
@@ -40,18 +42,14 @@ SIZES: dict[str, Any] = {
 
 def qwen(seed: int = 0, width: int = 64) -> Qwen3MoeForCausalLM:
     torch.manual_seed(seed)
-    sizes = SIZES | {"hidden_size": width}
-    config = Qwen3MoeConfig(
-        num_experts=6, moe_intermediate_size=width, intermediate_size=64, **sizes
-    )
-    return randomised(Qwen3MoeForCausalLM(config), seed)
+    sizes = SIZES | {"hidden_size": width, "moe_intermediate_size": width, "num_experts": 6}
+    return randomised(Qwen3MoeForCausalLM(Qwen3MoeConfig(intermediate_size=64, **sizes)), seed)
 
 
 def gpt_oss(seed: int = 0, width: int = 64) -> GptOssForCausalLM:
     torch.manual_seed(seed)
-    sizes = SIZES | {"hidden_size": width}
-    config = GptOssConfig(num_local_experts=6, intermediate_size=width, **sizes)
-    return randomised(GptOssForCausalLM(config), seed)
+    sizes = SIZES | {"hidden_size": width, "intermediate_size": width, "num_local_experts": 6}
+    return randomised(GptOssForCausalLM(GptOssConfig(**sizes)), seed)
 
 
 @torch.no_grad()
@@ -86,13 +84,7 @@ def decoded(module: nn.Module, name: str) -> Tensor:
     )  # fmt: skip
 
 
-def width_of(scheme: str) -> int:
-    """A width of models that the formats of a scheme fill."""
-    return 256 if Format.of(SCHEMES[scheme].weight_formats[0]).in_blocks else 64
-
-
-WEIGHT_ONLY = [name for name, info in SCHEMES.items() if info.input_formats == ("",)]
-WEIGHT_ONLY.remove("none")
+WEIGHT_ONLY = [n for n, info in SCHEMES.items() if info.input_formats == ("",) and n != "none"]
 
 
 @pytest.mark.parametrize("make", [qwen, gpt_oss])

@@ -17,7 +17,8 @@ from moe_ops.hf.stored import stored_format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import Tol, assert_close
 from tests.chosen import in_turn, one_in
-from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen, width_of
+from tests.hf.test_quantize import experts_of, gpt_oss, logits, qwen
+from tests.quant.blocks import width_of
 
 SCHEME = "int8_w8a16"
 EVERY = [name for name in SCHEMES if name != "none"]

@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from moe_ops.quant.elements.k_quants import K_QUANTS, reordered
+from moe_ops.quant.formats import Format
+from moe_ops.quant.schemes import SCHEMES
 
 K_FORMATS = ("q4_k", "q5_k", "q6_k")
 SIZES = {kind: element.storage.units for kind, element in K_QUANTS.items()}
 # Where the float16 numbers of a block are.
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def width_of(scheme: str) -> int:
+    """A width of models that the formats of a scheme fill."""
+    return 256 if Format.of(SCHEMES[scheme].weight_formats[0]).in_blocks else 64
 
 
 def any_ggml(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:

@@ -25,7 +25,8 @@ from tests.hf.adapters.models import (
     twin_of,
     wrapped,
 )
-from tests.hf.test_quantize import WEIGHT_ONLY, experts_of, gpt_oss, qwen, width_of
+from tests.hf.test_quantize import WEIGHT_ONLY, experts_of, gpt_oss, qwen
+from tests.quant.blocks import width_of
 
 MODEL = TOL["model", F32]
 FAMILIES = {"qwen": qwen, "gpt_oss": gpt_oss}
