@@ -77,7 +77,7 @@ def test_the_accuracy_table_is_what_was_measured() -> None:
         for a in results("accuracy_cpu.json")["accuracy"]
     }  # fmt: skip
     assert {scheme for scheme, _, _ in measured} == set(SCHEMES)
-    rows = table_under("Accuracy of the quantisation schemes")
+    rows = table_under("A layer and a model with generated weights")
     assert {row[0] for row in rows} == set(SCHEMES)
     for scheme, weights, inputs, *figures in rows:
         w, x = ("" if f == "16-bit" else f for f in (weights, inputs))
