@@ -80,7 +80,12 @@ def check(call: ExpertsBatchedCall) -> None:
             f"x_scale_EMG must have an axis of experts, one of their rows and one of groups, got "
             f"{tuple(b.x_scale_EMG.shape)}; QuantConfig.batched_scale_shape says how long they are"
         )
-    check_experts(of_one(call))
+    try:
+        check_experts(of_one(call))
+    except (TypeError, ValueError) as error:
+        # It speaks of the tokens that the slots of an expert stand for.
+        said = str(error).replace("x_TD", "x_EMD").replace("x_scale_TG", "x_scale_EMG")
+        raise type(error)(said) from None
 
 
 def of_one(call: ExpertsBatchedCall, rows: int | None = None) -> ExpertsCall:
