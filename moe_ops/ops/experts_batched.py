@@ -80,18 +80,25 @@ def check(call: ExpertsBatchedCall) -> None:
             f"x_scale_EMG must have an axis of experts, one of their rows and one of groups, got "
             f"{tuple(b.x_scale_EMG.shape)}; QuantConfig.batched_scale_shape says how long they are"
         )
-    check_experts(of_one(call))
+    try:
+        check_experts(of_one(call))
+    except (TypeError, ValueError) as error:
+        # It speaks of the tokens that the slots of an expert stand for.
+        said = str(error).replace("x_TD", "x_EMD").replace("x_scale_TG", "x_scale_EMG")
+        raise type(error)(said) from None
 
 
 def of_one(call: ExpertsBatchedCall, rows: int | None = None) -> ExpertsCall:
     """The slots of the first expert, or so many, as tokens of a call of `experts`, whose ids and
     weights hold nothing: for those who look at shapes, strides and dtypes alone."""
     b = call.batches
-    x_TD = b.x_EMD[0]
-    scale_TG = None if b.x_scale_EMG is None else b.x_scale_EMG[0]
+    x_TD = b.x_EMD.select(0, 0)
+    scale_TG = None if b.x_scale_EMG is None else b.x_scale_EMG.select(0, 0)
     if rows is not None:
-        x_TD = x_TD[:1].expand(rows, -1)
-        scale_TG = None if scale_TG is None else scale_TG[:1].expand(rows, -1)
+        first = min(1, x_TD.shape[0])
+        x_TD = x_TD.narrow(0, 0, first).expand(rows, -1)
+        if scale_TG is not None:
+            scale_TG = scale_TG.narrow(0, 0, first).expand(rows, -1)
     T = x_TD.shape[0]
     return replace(
         call.layer,

@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"x_scale_EMG": torch.ones(E, M)}, ValueError,
         "x_scale_EMG must have an axis of experts, one of their rows and one of groups, got (4, 6)",
     ),
-    "no_codes": ({"x_scale_EMG": torch.ones(E, M, 1)}, ValueError, "x_scale_TG and out_dtype go"),
+    "no_codes": ({"x_scale_EMG": torch.ones(E, M, 1)}, ValueError, "x_scale_EMG and out_dtype go"),
     "no_experts": (
         {"w13_EFD": LAYER.w13_EFD[:0], "w2_EDI": LAYER.w2_EDI[:0], "x_EMD": torch.zeros(0, M, D)},
         ValueError, "w13_EFD holds no expert",
