@@ -22,7 +22,7 @@ from moe_ops.ops import (
 )
 from moe_ops.ops.experts_over_ranks import alike
 from moe_ops.ranks.groups import Group
-from moe_ops.ranks.kept import after, keep
+from moe_ops.ranks.kept import after
 from moe_ops.ranks.shares import in_shares, share_of
 from moe_ops.ranks.transport import AUTO, GATHER
 from moe_ops.registry.gradients import needs_grad, without_gradient
@@ -125,12 +125,6 @@ def _in_shares(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tenso
 
 def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
     """The weighted sum of the experts of all ranks, for tokens that are sent at once."""
-    out_TD = _received(held, ranks, rows, routed)
-    keep(out_TD)
-    return out_TD
-
-
-def _received(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
     x_TD, weights_TK, ids_TK = routed
     tables, group = (ranks.rank_of_P, ranks.slot_of_P), ranks.exchange.group
     collective = ranks.exchange.collective

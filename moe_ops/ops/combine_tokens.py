@@ -29,6 +29,7 @@ from moe_ops.ranks import exchange, gather
 from moe_ops.ranks.agree import Values
 from moe_ops.ranks.batches import BATCHED, ROWS, from_batches, served
 from moe_ops.ranks.groups import Group
+from moe_ops.ranks.kept import keep
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Tables
 from moe_ops.registry.gradients import needs_grad
 from moe_ops.registry.spec import op
@@ -176,3 +177,4 @@ def combine_tokens(call: CombineTokensCall) -> Tensor:
 
 
 combine_tokens.fake(fake_impls.combine_tokens)
+combine_tokens.keeps(keep)

@@ -26,6 +26,7 @@ from moe_ops.ranks import exchange, gather
 from moe_ops.ranks.agree import Values, require_alike
 from moe_ops.ranks.batches import BATCHED, LAYOUTS, ROWS, in_batches
 from moe_ops.ranks.groups import Group
+from moe_ops.ranks.kept import keep
 from moe_ops.ranks.tables import checksums
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Sent, Tables
 from moe_ops.registry.gradients import needs_grad
@@ -252,3 +253,4 @@ def scales_of(call: DispatchTokensCall) -> Tensor:
 
 
 dispatch_tokens.fake(fake_impls.dispatch_tokens)
+dispatch_tokens.keeps(keep)

@@ -25,6 +25,7 @@ from moe_ops.ops.quantize import quantize
 from moe_ops.quant.arguments import not_codes
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.ranks.groups import Group
+from moe_ops.ranks.kept import keep
 from moe_ops.ranks.links import Traffic
 from moe_ops.ranks.packed import row_bytes
 from moe_ops.ranks.transport import AUTO, GATHER, TRANSPORTS
@@ -229,3 +230,4 @@ def traffic(call: ExpertsOverRanksCall) -> Traffic:
 
 
 experts_over_ranks.fake(fake_impls.experts_over_ranks)
+experts_over_ranks.keeps(keep)

@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 from torch.library import Library, register_fake
 
+from moe_ops.registry.watched import compiled
+
 _library = Library("moe_ops", "FRAGMENT")
 # That it has to be called keeps what it is given.
 _library.define("kept(Tensor received) -> ()")
@@ -28,17 +30,18 @@ for _name, _run in (("kept", _nothing), ("after", _copy)):
 has_side_effect(torch.ops.moe_ops.kept.default)
 
 
-def keep(received_TD: Tensor) -> None:
-    """Have compiled code receive this, also where it is of no tokens.
+def keep(received: Tensor | tuple[Tensor, ...]) -> None:
+    """Have compiled code receive this, a tensor or several of one exchange, where the program does,
+    also where it is of no tokens.
 
     A rank without tokens takes part in an exchange for those of others. Its own result is empty,
-    and Inductor leaves out what only empty results need: the others would wait for it.
+    and Inductor leaves out what only empty results need: the others would wait for it. Where there
+    are tokens Inductor moves an exchange to where its result is read, and so changes the order of
+    two that do not need each other: they would get what was sent in the other one.
     """
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long
-
-        if statically_known_true(received_TD.shape[0] == 0):
-            torch.ops.moe_ops.kept(received_TD.detach())
+    if compiled():
+        first = received if isinstance(received, Tensor) else received[0]
+        torch.ops.moe_ops.kept(first.detach())
 
 
 def after(ids_TK: Tensor, received_TD: Tensor | None) -> Tensor:

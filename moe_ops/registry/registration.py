@@ -57,6 +57,7 @@ class Registration:
         self._order: dict[str, tuple[Backend, ...]] = {}
         self._layouts: dict[str, Layout] = {}
         self._plans: dict[str, Runs] = {}  # what runs a plan, by its text
+        self.keep: Callable[[Any], None] | None = None  # of what compiled code must not drop
 
     @property
     def backends(self) -> dict[str, Backend]:
@@ -169,6 +170,11 @@ class Registration:
         """Undo a registration that its package may have undone itself."""
         if name in self._backends:
             self.remove_backend(name)
+
+    def keeps(self, keep: Callable[[Any], None]) -> None:
+        """Say what compiled code does with each result of an op that it may neither leave out nor
+        put elsewhere."""
+        self.keep = keep
 
     def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""

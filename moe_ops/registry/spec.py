@@ -107,7 +107,10 @@ class Op(Registration):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if compiling():
-            return self.overload(*args, **(kwargs and self._by_new_names(kwargs)))
+            out = self.overload(*args, **(kwargs and self._by_new_names(kwargs)))
+            if self.keep is not None:
+                self.keep(out)
+            return out
         values = (*args, *kwargs.values()) if kwargs else args
         types = (*map(type, values), *kwargs) if kwargs else tuple(map(type, args))
         alike = self._plain(types)

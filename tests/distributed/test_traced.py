@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops import OPS, combine_tokens, dispatch_tokens, experts_over_ranks
+from moe_ops import OPS, combine_tokens, dispatch_tokens, experts, experts_over_ranks
 from moe_ops.passes.inductor.cache_key import environment_key
 from moe_ops.passes.inductor.compiled import inductor_options
+from moe_ops.testing import TOL, assert_close
 from tests.distributed.ranks import fake_group, processes
 from tests.distributed.shares import Spread, Whole, run_share
 
@@ -94,6 +95,7 @@ def test_halves_trace_into_one_graph_for_any_number_of_tokens(collective: str) -
     assert len(seen) == 1
     text = str(seen[0].graph)
     assert text.count("moe_ops.dispatch_tokens") == text.count("moe_ops.combine_tokens") == 1
+    assert text.count("moe_ops.kept") == 2, "what gives nothing here would be left out"
 
 
 def compiled(rank: int, group: str, whole: Whole, collective: str) -> None:
@@ -116,3 +118,43 @@ def compiled(rank: int, group: str, whole: Whole, collective: str) -> None:
 def test_compiled_shares_of_two_processes(collective: str, tmp_path: Path) -> None:
     whole = Whole.of(Spread(name="two", tokens=(5, 3)), torch.float32)
     processes(2, tmp_path, compiled, whole, collective)
+
+
+def beside_one_without_tokens(rank: int, group: str) -> None:
+    """Exchanges that do not need each other, of ranks with tokens and without, in compiled code,
+    which reads the last result first."""
+    whole = Whole.of(Spread(name="one", tokens=(3, 0)), torch.float32)
+    tables, rows = whole.tables(), whole.spread.rows
+    w13, w2 = list(whole.held(rank, tables).values())[:2]
+
+    def at_once(x: Tensor, weights: Tensor, ids: Tensor, collective: str) -> Tensor:
+        return experts_over_ranks(
+            x, weights, ids, w13, w2 * 2, *tables, rows, group, collective
+        )  # fmt: skip
+
+    def halves(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        sent = dispatch_tokens(x, weights, ids, *tables, rows, group)
+        y = experts(sent[0], *sent[2:4], w13, w2)
+        return combine_tokens(y, ids, *tables, *sent[4:], rows, group)
+
+    def apart(x: Tensor, weights: Tensor, ids: Tensor, collective: str) -> tuple[Tensor, Tensor]:
+        one = at_once(x, weights, ids, collective)
+        return halves(x * 3, weights, ids) * 2, one + 1
+
+    x, weights, ids = whole.own(rank)
+    run = torch.compile(apart, fullgraph=True)
+    for collective in ("exchange", "gather"):
+        outs = (f(x, weights, ids, collective) for f in (run, apart))
+        for a, b in zip(*outs, strict=True):
+            assert_close(a, b, TOL["experts", torch.float32], collective)
+    leaves = [t.requires_grad_() for t in (x, weights, w13, w2)]
+    with torch.enable_grad():
+        sums = [sum(t.square().sum() for t in f(x, weights, ids, "gather")) for f in (run, apart)]
+        got, want = (torch.autograd.grad(s, leaves) for s in sums)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, TOL["experts", torch.float32], "gradients")
+
+
+@pytest.mark.every
+def test_ranks_without_tokens_take_part_in_compiled_exchanges(tmp_path: Path) -> None:
+    processes(2, tmp_path, beside_one_without_tokens)
