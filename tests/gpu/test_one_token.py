@@ -22,7 +22,7 @@ WIDTHS = {"small": (2048, 768), "wide": (4096, 14336), "ragged": (2880, 2896), "
 STREAMS = {
     "usual": Streams(up=Stream(S=4, C=4), down=Stream(S=8, C=2)),
     "ahead": Streams(up=Stream(S=4, C=4, ahead=4), down=Stream(S=8, C=1, ahead=4)),
-    "others": Streams(up=Stream(S=2, MW=2, NT=2), down=Stream(S=3, MT=2, NT=2)),
+    "others": Streams(up=Stream(S=2, MW=2, NT=2), down=Stream(S=4, MT=2, NT=2)),
 }
 
 
