@@ -23,7 +23,8 @@ MOST_TINY_TOKENS, MOST_ROWS_PER_EXPERT, MOST_ROWS_PER_LARGE_EXPERT = 4, 32, 16
 # bits and whether rows have one scale for a step of columns, and of large experts by the bits.
 MOST_TINY_TOKENS_OF_CODES = 1
 MOST_DECODED = 4 * 2**30  # bytes of a layer that is decoded
-# Codes of four and eight bits have tiles of few tokens. With 8 rows an expert qwen3_30b took 124 µs
+# Codes of four and eight bits have tiles of few tokens
+# (benchmarks/results/codes_tiles_h200.json). With 8 rows an expert qwen3_30b took 124 µs
 # by triton.rows and 125 by tiles in int4, 138 and 132 in mxfp4, 208 and 181 in float8; with 4 rows
 # 107 and 130 in mxfp4, 170 and 174 in float8. Large experts (64 of 4096 x 3072) took 349 and 398
 # with 4 rows in int4, 474 and 407 with 8, and 705 and 614 in float8. Those of six bits were
