@@ -178,7 +178,7 @@ DIFFER: dict[str, tuple[Act, Act, str]] = {
     ),
     "balanced_layers": (
         lambda g: rebalance_layers([layer_of(0, g)], g),
-        lambda g: rebalance_layers([layer_of(1, g)] * 2, g),
+        lambda g: rebalance_layers([layer_of(1, g), layer_of(1, g)], g),
         "moe_ops.rebalance_layers: the ranks differ in layers (rank 0: 1, rank 1: 2)",
     ),
     "nodes": (
