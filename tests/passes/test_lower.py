@@ -134,7 +134,9 @@ def test_results_are_those_of_eager_mode(name: str, dtype: torch.dtype, dynamic:
     for g, w in zip(found, [*tensors(want), *mutated(op, tuple(theirs))], strict=True):
         assert g.dtype == w.dtype
         assert_close(g, w, TOL.get((name, g.dtype), CODES))
-    assert not [plan for plan in plans(graph) if plan.endswith(" -")], "an op without a plan"
+    # What keeps an exchange where it is is no op with backends.
+    found_plans = [plan for plan in plans(graph) if plan != "kept -"]
+    assert not [plan for plan in found_plans if plan.endswith(" -")], "an op without a plan"
     assert not hook.context.refusals
     assert hook.guards == 0
 
@@ -296,7 +298,7 @@ def test_strict_refuses_to_fall_back_to_the_definition() -> None:
         str(raised.value.inner_exception),
         """\
 strict: no backend runs moe_ops.experts (node experts)
-  cpu: needs weights of int8, uint8, int4, uint4, float4_e2m1, float8_e4m3fn, got float6_e3m2
+  cpu: needs weights of int8, uint8, int4, uint4, float4_e2m1, float8_e4m3fn, nf4, q4_k, q5_k, q6_k, got float6_e3m2
   aten: does not read w_format='mxfp6_e3m2'""",
     )
 
