@@ -299,7 +299,7 @@ def test_strict_refuses_to_fall_back_to_the_definition() -> None:
         """\
 strict: no backend runs moe_ops.experts (node experts)
   cpu: needs weights of int8, uint8, int4, uint4, float4_e2m1, float8_e4m3fn, nf4, q4_k, q5_k, q6_k, got float6_e3m2
-  aten: does not read w_format='mxfp6_e3m2'""",
+  aten: does not read w_format='mxfp6_e3m2'""",  # noqa: E501
     )
 
 
