@@ -198,7 +198,7 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 
 def of_two(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     def of_both(a: Any, b: Any, **_: Any) -> Any:
-        if isinstance(b, int):  # has the dtype of the other
+        if isinstance(b, int) and not isinstance(a, int):  # has the dtype of the other
             return f(value(a), torch.tensor(b, dtype=a.dtype))
         return f(value(a), value(b))
 

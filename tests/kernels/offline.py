@@ -210,7 +210,9 @@ BOTH = ("qwen3_next", "gpt_oss_20b")  # take every tile between them
 def of_floats_or_latents(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Between them they launch every kernel of both, and of training."""
     yield from itertools.islice(calls(capability, all=False), 3, None, 5)
-    yield "norms of rows", functools.partial(projected, 8, (128,), 2048, False, True, True, 1.0)
+    for T in (8, 16):
+        norms = functools.partial(projected, T, (128,), 2048, False, True, True, 1.0)
+        yield f"norms of {T} rows", norms
     yield from calls_over_latents(capability)
     yield from calls_of_training(capability)
 
