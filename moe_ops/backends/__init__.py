@@ -1,5 +1,8 @@
 """Backends of the ops. Importing this package registers them."""
 
+# Ahead of what backends share with ops: torch looks through all modules that are loaded whenever a
+# file that it has not met registers fakes.
+import moe_ops.ops  # noqa: F401
 from moe_ops.backends import (
     aten,
     aten_decode,
