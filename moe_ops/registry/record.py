@@ -117,13 +117,15 @@ class Arguments:
         names = {path: name for name, path in paths.items()}
         space: dict[str, Any] = {"record": self.record}
         parts = []
-        for part, kind in _fields(self.record).items():
+        for part, (kind, _) in _fields(self.record).items():
             if part in names:
                 parts.append(names[part])
                 continue
             space[f"make_{part}"] = kind
-            given = {f: names.get(f"{part}.{f}", _left_out(kind, f)) for f in _fields(kind)}
-            inner = (f"{field}={value}" for field, value in given.items())
+            inner = (
+                f"{field}={names.get(f'{part}.{field}') or _left_out(default)}"
+                for field, (_, default) in _fields(kind).items()
+            )
             parts.append(f"make_{part}({', '.join(inner)})")
         taken = []
         for name, parameter in self.signature.parameters.items():
@@ -143,7 +145,7 @@ class Annotations:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Annotations:
-        hints = typing.get_type_hints(function)
+        hints = typing.get_type_hints(function, include_extras=True)  # as in `_fields`
         names = inspect.signature(function).parameters
         return cls(tuple(hints.get(name) for name in names), hints.get("return"))
 
@@ -171,32 +173,31 @@ def _said(hint: Any) -> str:
 
 
 @functools.cache  # to find out what strings of annotations name takes long
-def _fields(record: type) -> dict[str, Any]:
-    """The fields of a record, and what they hold."""
-    hints = typing.get_type_hints(record)
-    return {field.name: hints[field.name] for field in dataclasses.fields(record)}
+def _fields(record: type) -> dict[str, tuple[Any, Any]]:
+    """What the fields of a record hold, and their defaults."""
+    # To look for extras to leave out takes as long as all else, and there are none.
+    hints = typing.get_type_hints(record, include_extras=True)
+    return {
+        field.name: (hints[field.name], _default(field)) for field in dataclasses.fields(record)
+    }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return EMPTY if field.default is dataclasses.MISSING else field.default
 
 
 def _is_flat(record: type) -> bool:
-    return not any(dataclasses.is_dataclass(kind) for kind in _fields(record).values())
+    return not any(dataclasses.is_dataclass(kind) for kind, _ in _fields(record).values())
 
 
-def _left_out(record: type, field: str) -> str:
-    """What a field is that no argument sets, as code: its default, else None."""
-    _, default = _find(record, field)
+def _left_out(default: Any) -> str:
+    """What a field with this default is that no argument sets, as code."""
     return "None" if default is EMPTY else repr(default)
 
 
 def _find(record: type, path: str) -> tuple[Any, Any]:
     """What a field holds, and its default."""
-    first, _, rest = path.partition(".")
-    kind = _fields(record)[first]
-    if rest:
-        return _find(kind, rest)
-    default = _defaults(record)[first]
-    return kind, EMPTY if default is dataclasses.MISSING else default
-
-
-@functools.cache
-def _defaults(record: type) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(record)}
+    *outer, last = path.split(".")
+    for part in outer:
+        record, _ = _fields(record)[part]
+    return _fields(record)[last]
