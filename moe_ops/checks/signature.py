@@ -69,11 +69,12 @@ class Kind:
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
+        args = typing.get_args(hint)
+        if not args:
+            return cls(hint, False)
         if typing.get_origin(hint) is Sequence:
-            (each,) = typing.get_args(hint)
-            return replace(cls.of(each), many=True)
-        members = [t for t in typing.get_args(hint) if t is not type(None)]
-        return cls(members[0], True) if members else cls(hint, False)
+            return replace(cls.of(args[0]), many=True)
+        return cls(next(t for t in args if t is not type(None)), True)
 
     def __str__(self) -> str:
         one = f"{WORDS[self.type]}{' or None' if self.optional else ''}"
