@@ -71,7 +71,7 @@ with Calls() as calls:
 others = {name for name in set(sys.modules) - before if name.partition(".")[0] != "moe_ops"}
 print(calls.count, *sorted(others - sys.stdlib_module_names))
 """
-MOST_CALLS = 208_000  # of functions
+MOST_CALLS = 200_000  # of functions
 
 
 def test_import_does_little_and_loads_torch_alone(tmp_path: Path) -> None:
