@@ -121,6 +121,7 @@ def sort_beside_tokens_kernel(
     INPUTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The programs of `sort_kernel`, and behind them those of tokens, BLOCKS for each."""
+    SCALE: tl.constexpr = INPUTS[5]  # before Triton 3.7 no call takes a string of a tuple
     take_turn(PDL)
     program = tl.program_id(0)
     if program <= E:
@@ -136,7 +137,7 @@ def sort_beside_tokens_kernel(
         elif HOW == "emulated":
             emulate_groups(
                 x_ptr, None, static_ptr, out_ptr, stride_x, t, block, D, OUT, INPUTS[0], INPUTS[1],
-                INPUTS[2], INPUTS[3], INPUTS[4], INPUTS[5], GROUP, BITS, False, BLOCK, 1,
+                INPUTS[2], INPUTS[3], INPUTS[4], SCALE, GROUP, BITS, False, BLOCK, 1,
             )  # fmt: skip
         else:
             arrange_block(x_ptr, out_ptr, stride_x, t, block, D, OUT, BITS, BLOCK)
