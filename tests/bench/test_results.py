@@ -84,10 +84,6 @@ def test_the_accuracy_table_is_what_was_measured() -> None:
         assert figures == measured[scheme, w, x], (scheme, w, x)
 
 
-# As the page says.
-NOT_RUN_ON_GPUS = {"nf4_w4a16", "q4_k_w4a16", "q5_k_w5a16", "q6_k_w6a16"}
-
-
 def test_the_accuracy_of_gpu_kernels_is_what_was_measured() -> None:
     names = ("layer_error", "kl_nats", "kernel_layer_error", "kernel_kl_nats")
     measured = {
@@ -98,9 +94,9 @@ def test_the_accuracy_of_gpu_kernels_is_what_was_measured() -> None:
         for a in results(name)["accuracy"]
         if a["wrong"] == ""
     }
-    assert len(measured) == 70
+    assert len(measured) == 74
     rows = table_under("By kernels of a GPU")
-    assert {row[0] for row in rows} == set(SCHEMES) - NOT_RUN_ON_GPUS
+    assert {row[0] for row in rows} == set(SCHEMES)
     for scheme, weights, inputs, *figures in rows:
         w, x = ("" if f == "16-bit" else f for f in (weights, inputs))
         assert figures == measured[scheme, w, x], (scheme, w, x)
