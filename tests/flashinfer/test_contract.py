@@ -256,3 +256,14 @@ def test_what_cute_dsl_does_not_sort_is_refused(fake: ModuleType, on: On, K: int
     said = experts.backends[CUTE_DSL].refusal("cpu", 3, call)
     most = "sorts at most 32 choices of a token among 2048 experts"
     assert said == (None if (K, E) == (32, 40) else f"{most}, got {K} among {E}")
+
+
+@pytest.mark.parametrize("formats", ["bfloat16", "mxfp4", "mxfp8", "nvfp4"])
+def test_half_of_a_long_tile_is_refused(fake: ModuleType, on: On, formats: str) -> None:
+    on(10, 0)
+    call = stored(call_of(formats, case=replace(CASE, D=384)), SHUFFLED)
+    said = experts.backends[TRTLLM].refusal("cpu", CASE.T, call)
+    if formats in ("bfloat16", "mxfp4"):
+        assert said is None
+    else:
+        assert said == "needs widths of the model that are multiples of 256, got 384"

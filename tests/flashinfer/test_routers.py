@@ -26,7 +26,7 @@ from tests.passes.planned import Hook, plans
 from tests.passes.post_grad import Compiled
 
 NAME, SHUFFLED = "flashinfer_trtllm", "flashinfer.shuffled"
-CASE = Case(name="routed", T=12, E=16, K=4, D=128, I=128)
+CASE = Case(name="routed", T=12, E=16, K=4, D=256, I=128)
 KNOWN = {key: case for key, case in METHODS.items() if case[0]}
 On = Callable[[int, int], None]
 

@@ -32,7 +32,7 @@ ASKED: dict[str, tuple[str, str | QuantConfig | None, tuple[int, int]]] = {
     "triton_int4": ("triton.tiny", "int4:row", (128, 64)),
     "cutlass_floats": ("flashinfer_cutlass", None, (104, 40)),
     "cutlass_blocks": ("flashinfer_cutlass", FP8, (128, 128)),
-    "trtllm": ("flashinfer_trtllm", "mxfp8", (128, 128)),
+    "trtllm": ("flashinfer_trtllm", "mxfp8", (256, 128)),
     "cute_dsl": ("flashinfer_cute_dsl", None, (104, 64)),
 }
 
