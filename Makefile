@@ -95,10 +95,9 @@ $(VENV)/.ready-peers: $(VENV)/.ready
 	@$(RUN) -m pip install --quiet --disable-pip-version-check httpx parameterized psutil
 	@touch $@
 
-# FlashInfer as the stand-in of tests/flashinfer is written after, and the newest Humming: tests compare what their functions
-# take with what is given. Nothing imports them. FlashInfer 0.7.4 takes other arguments: see tests/flashinfer/signatures.py.
+# The newest FlashInfer and Humming: tests compare what their functions take with what is given. Nothing imports them.
 $(VENV)/wheels/.ready: $(VENV)/.ready
-	@lacks=; for package in flashinfer-python==0.7.2.post1 humming-kernels; do \
+	@lacks=; for package in flashinfer-python humming-kernels; do \
 		echo "[setup] downloading $$package, to compare signatures"; \
 		$(RUN) -m pip download --quiet --disable-pip-version-check --no-deps --dest $(@D) $$package || lacks=1; \
 	done; \

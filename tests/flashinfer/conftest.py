@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,8 +14,10 @@ import torch
 
 from moe_ops import arena, experts, moe
 from moe_ops.backends.flashinfer import b12x, cute_dsl, cutlass, fits, kept, package, trtllm
+from tests.flashinfer.signatures import NEWEST, VERSIONS
 
 STAND_IN = Path(__file__).parent / "stand_in"
+METADATA = "Metadata-Version: 2.1\nName: flashinfer-python\nVersion: {}\n"
 OPS = (experts, moe)  # that have backends there
 CACHES = (package.version, package.module, package.parameters, package._refusal, fits._way)
 
@@ -55,10 +58,21 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def version() -> str:
+    """The version that is said to be installed. Modules that ask about others have their own."""
+    return NEWEST
+
+
+@pytest.fixture
+def installed(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The stand-in is installed, and its backends take tensors on the CPU."""
     forget()
-    monkeypatch.syspath_prepend(str(STAND_IN))
+    about = tmp_path / f"flashinfer_python-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(METADATA.format(version))
+    (about / "signatures.json").write_text(json.dumps(VERSIONS[version]))
+    for folder in (STAND_IN, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
     for op in OPS:
         backends = {
             name: replace(b, devices=None) if name.startswith("flashinfer") else b

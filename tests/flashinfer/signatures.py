@@ -1,5 +1,9 @@
-"""Signatures of FlashInfer and of the stand-in, read in their sources: importing the package would
-need a GPU's libraries. `python tests/flashinfer/signatures.py` writes those of the stand-in."""
+"""What FlashInfer's functions take, by version, read in its sources: importing the package would
+need a GPU's libraries. `python -m tests.flashinfer.signatures WHEEL` adds a version to the table.
+
+The stand-in takes what a version takes, so that tests of backends fail with one that does not take
+what they give.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-FILE, STAND_IN = HERE / "signatures.json", HERE / "stand_in"
+FILE = Path(__file__).parent / "signatures.json"
 DISTRIBUTION = "flashinfer-python"
 WHEELS = Path(sys.prefix) / "wheels"
 Root = Path | zipfile.Path
@@ -56,42 +59,73 @@ ENUMS_AT = "flashinfer/tllm_enums.py"
 # Attributes of a wrapper that the next one is given.
 ATTRIBUTES = {"B12xMoEWrapper": ("_static_workspace", "_dynamic_workspace", "_folded_w1_alpha")}
 
-Signature = list[list[str]]  # of each parameter: its kind, its name, and its default if it has one
+Record = dict[str, Any]  # "functions": what each takes, as text; enumerations: their members
+TABLE: dict[str, Record] = json.loads(FILE.read_text())  # by version, the newest last
+NEWEST = list(TABLE)[-1]
 
 
-def read(source: str, name: str) -> Signature | None:
-    """The parameters of a function, of a method by Class.name, or of a function in another by
-    function.name, in a source; None: it is not there."""
-    node = _functions(source).get(name)
-    return None if node is None else list(_parameters(node.args))
+def record_of(root: Root) -> Record:
+    """What a version takes; `lacking` tells what is not where it was."""
+    there = {name: _functions(_text(root / place)).get(name) for name, place in PLACES.items()}
+    functions = {name: taken(node.args) for name, node in there.items() if node is not None}
+    source = (root / ENUMS_AT).read_text()
+    return {"functions": functions, **{name: members(source, name) for name in ENUMS}}
+
+
+def _text(path: Root) -> str:
+    return path.read_text() if path.is_file() else ""
 
 
 @functools.cache
 def _functions(source: str) -> dict[str, ast.FunctionDef]:
+    """Functions by name, methods by Class.name, and functions in others by function.name."""
     return {name: node for node, name in _named(ast.parse(source))}
 
 
 def _named(tree: ast.Module) -> Iterator[tuple[ast.FunctionDef, str]]:
     for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            yield from ((f, f"{node.name}.{f.name}") for f in node.body
-                        if isinstance(f, ast.FunctionDef))  # fmt: skip
-        elif isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef):
             yield node, node.name
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             yield from ((f, f"{node.name}.{f.name}") for f in node.body
                         if isinstance(f, ast.FunctionDef))  # fmt: skip
 
 
-def _parameters(a: ast.arguments) -> Iterator[list[str]]:
+def taken(arguments: ast.arguments) -> str:
+    """Parameters as they are written, without `self` and annotations; a default that is no literal
+    is `...`, as names may come to stand for other values."""
+    parts = []
+    for kind, group in _by_kind(arguments):
+        parts += ["*"] if kind == "keyword" and group else []
+        parts += [name if default is None else f"{name}={default}" for name, default in group]
+    return ", ".join(parts)
+
+
+def _by_kind(a: ast.arguments) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    """Parameters and their defaults: those that may be given by position, then the others."""
     plain = [*a.posonlyargs, *a.args]
-    defaults = [None] * (len(plain) - len(a.defaults)) + a.defaults
+    defaults = [*[None] * (len(plain) - len(a.defaults)), *a.defaults]
     for kind, names, values in (
         ("plain", plain, defaults),
         ("keyword", a.kwonlyargs, a.kw_defaults),
     ):
-        for arg, value in zip(names, values, strict=True):
-            if arg.arg != "self":
-                yield [kind, arg.arg, *([] if value is None else [ast.unparse(value)])]
+        pairs = ((arg.arg, value) for arg, value in zip(names, values, strict=True))
+        yield kind, [(n, None if v is None else _default(v)) for n, v in pairs if n != "self"]
+
+
+def _default(value: ast.expr) -> str:
+    try:
+        ast.literal_eval(value)
+    except ValueError:
+        return "..."
+    return ast.unparse(value)
+
+
+def parameters(text: str) -> dict[str, tuple[str, str | None]]:
+    """The kind and the default of each parameter, of what `taken` gives."""
+    (node,) = ast.parse(f"def f({text}): ...").body
+    assert isinstance(node, ast.FunctionDef)
+    return {name: (kind, default) for kind, group in _by_kind(node.args) for name, default in group}
 
 
 def members(source: str, name: str) -> dict[str, int]:
@@ -109,67 +143,39 @@ def imported(source: str) -> set[str]:
     return {alias.asname or alias.name for node in nodes for alias in node.names}
 
 
-def of_stand_in() -> dict[str, Any]:
-    """All that moe_ops relies on, as the stand-in has it."""
-    sources = [path.read_text() for path in sorted(STAND_IN.rglob("*.py"))]
-    found = {}
-    for name in PLACES:
-        (found[name],) = filter(None, (read(source, name) for source in sources))
-    kinds = (STAND_IN / "flashinfer/fused_moe/kinds.py").read_text()
-    enums = {name: members(kinds, name) for name in ENUMS}
-    return {"version": version_of_stand_in(), "functions": found, **enums}
-
-
-def version_of_stand_in() -> str:
-    (path,) = STAND_IN.glob("flashinfer_python-*.dist-info")
-    return path.name.removeprefix("flashinfer_python-").removesuffix(".dist-info")
-
-
-def changes(wanted: dict[str, Any], root: Root) -> list[str]:
-    """A sentence for everything in which a package differs from what moe_ops relies on."""
+def lacking(root: Root) -> list[str]:
+    """A sentence for everything that moe_ops looks for in a package and that is not there."""
     found = []
-    for name, signature in wanted["functions"].items():
-        path = root / PLACES[name]
-        got = read(path.read_text(), name) if path.is_file() else None
-        if got is None:
-            found.append(f"{name} is not in {PLACES[name]}")
-            continue
-        gone = [p[1] for p in signature if not any(_same(p, q) for q in got)]
-        new = [q[1] for q in got if not any(_same(p, q) for p in signature)]
-        moved = [p[1] for p in signature] != [q[1] for q in got]
-        if not (gone or new or moved):
-            continue
-        order = "" if gone or new else "; the order of parameters is another"
-        found.append(f"{name}: gone or changed: {', '.join(gone) or 'nothing'}; new or changed: "
-                     f"{', '.join(new) or 'nothing'}{order}")  # fmt: skip
+    for name, place in PLACES.items():
+        if name not in _functions(_text(root / place)):
+            found.append(f"{name} is not in {place}")
     for place, names in EXPORTS.items():
-        there = imported((root / place).read_text())
+        there = imported(_text(root / place))
         found += [f"{place} exports no {name}" for name in names if name not in there]
-    source = (root / ENUMS_AT).read_text()
-    for name in ENUMS:
-        numbers = members(source, name)
-        for member, number in wanted[name].items():
-            if numbers.get(member) != number:
-                found.append(f"{name}.{member} is {numbers.get(member)}, was {number}")
     for owner, names in ATTRIBUTES.items():
-        source = (root / PLACES[f"{owner}.__init__"]).read_text()
+        source = _text(root / PLACES[f"{owner}.__init__"])
         found += [f"{owner} sets no {n}" for n in names if f"self.{n}" not in source]
     return found
 
 
-def _same(wanted: list[str], got: list[str]) -> bool:
-    """Whether parameters are equal; a default that has a name may be any."""
-    if len(got) == len(wanted) == 3 and not _is_literal(got[2]):
-        return wanted[:2] == got[:2]
-    return wanted == got
-
-
-def _is_literal(text: str) -> bool:
-    try:
-        ast.literal_eval(text)
-    except ValueError:
-        return False
-    return True
+def changes(was: Record, now: Record) -> list[str]:
+    """A sentence for everything in which a version differs from another one; it may have further
+    members of enumerations."""
+    found = []
+    for name in PLACES:
+        old, new = (parameters(record["functions"].get(name, "")) for record in (was, now))
+        gone = [n for n, said in old.items() if new.get(n) != said]
+        added = [n for n, said in new.items() if old.get(n) != said]
+        if not (gone or added or list(old) != list(new)):
+            continue
+        order = "" if gone or added else "; the order of parameters is another"
+        found.append(f"{name}: gone or changed: {', '.join(gone) or 'nothing'}; new or changed: "
+                     f"{', '.join(added) or 'nothing'}{order}")  # fmt: skip
+    for enum in ENUMS:
+        for member, number in was[enum].items():
+            if now[enum].get(member) != number:
+                found.append(f"{enum}.{member} is {now[enum].get(member)}, was {number}")
+    return found
 
 
 def published() -> tuple[str, Root] | None:
@@ -181,11 +187,31 @@ def published() -> tuple[str, Root] | None:
         wheels = sorted(
             WHEELS.glob("flashinfer_python-*.whl"), key=lambda path: path.stat().st_mtime
         )
-        return (wheels[-1].name.split("-")[1], zipfile.Path(wheels[-1])) if wheels else None
+        return version_of(wheels[-1]) if wheels else None
     return distribution.version, Path(str(distribution.locate_file("")))
 
 
+def version_of(wheel: Path) -> tuple[str, Root]:
+    """The version of a wheel, and what is in it."""
+    return wheel.name.split("-")[1], zipfile.Path(wheel)
+
+
+def _versions() -> dict[str, Record]:
+    """The table, and the published version."""
+    there = published()
+    if there is None or there[0] in TABLE:
+        return TABLE
+    return TABLE | {there[0]: record_of(there[1])}
+
+
+VERSIONS = _versions()
+
+
+def write(wheel: Path) -> None:
+    """Add the version of a wheel to the table, or write it anew."""
+    version, root = version_of(wheel)
+    FILE.write_text(json.dumps(TABLE | {version: record_of(root)}, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    FILE.write_text(json.dumps(of_stand_in(), indent=1) + "\n")
-    if len(sys.argv) > 1:
-        print("\n".join(changes(of_stand_in(), Path(sys.argv[1]))) or "the same")
+    write(Path(sys.argv[1]))

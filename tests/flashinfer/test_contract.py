@@ -25,6 +25,7 @@ from tests.flashinfer.layers import (
     wanted,
     weights_of,
 )
+from tests.flashinfer.signatures import VERSIONS
 
 UP_GATE, CHUNKS, SHUFFLED = "flashinfer.up_gate", "flashinfer.chunks", "flashinfer.shuffled"
 CUTLASS, CUTE_DSL = "flashinfer_cutlass", "flashinfer_cute_dsl"
@@ -47,6 +48,13 @@ WAYS = {
 }
 by_way = pytest.mark.parametrize(("name", "layout", "formats", "gpu"), WAYS.values(), ids=WAYS)
 On = Callable[[int, int], None]
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    """Every version that is known, and the published one."""
+    found: str = request.param
+    return found
 
 
 @by_way

@@ -21,6 +21,7 @@ from moe_ops.passes.lower import lower
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.testing import Case
 from tests.flashinfer.layers import call_of, check, stored
+from tests.flashinfer.signatures import VERSIONS
 from tests.ops.test_routing_methods import CASES as METHODS
 from tests.passes.planned import Hook, plans
 from tests.passes.post_grad import Compiled
@@ -29,6 +30,13 @@ NAME, SHUFFLED = "flashinfer_trtllm", "flashinfer.shuffled"
 CASE = Case(name="routed", T=12, E=16, K=4, D=256, I=128)
 KNOWN = {key: case for key, case in METHODS.items() if case[0]}
 On = Callable[[int, int], None]
+
+
+@pytest.fixture(params=VERSIONS)
+def version(request: pytest.FixtureRequest) -> str:
+    """Every version that is known, and the published one."""
+    found: str = request.param
+    return found
 
 
 def call_with(key: str, formats: str = "bfloat16", **more: Any) -> MoeCall:

@@ -57,6 +57,18 @@ def aligned(x_TD: Tensor) -> Tensor:
     return x_TD if is_aligned(x_TD) else x_TD.clone()
 
 
+def nvfp4(x_TD: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of tokens by one global scale, and their block scales, row by row."""
+    made: tuple[Tensor, Tensor] = package.call(
+        package.found("flashinfer", "fp4_quantize"),
+        aligned(x_TD),
+        global_scale=scale.reciprocal(),
+        sf_vec_size=16,
+        is_sf_swizzled_layout=False,
+    )
+    return made
+
+
 def only_here(ids_TK: Tensor, experts: int) -> Tensor:
     """Slots with -1 in place of what is none, for functions that check nothing themselves."""
     return torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1)

@@ -74,7 +74,8 @@ def _run(call: ExpertsCall, layer: Layer, routed: arguments.Routed) -> Tensor:
         layer.factors.follow(c.x_scale, c.h_scale, c.global_scale13_E, c.global_scale2_E)
         w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = layer.held
         with layer.runs.around(c.x_TD.shape[0], kept.tuning((NAME, layer.key))):
-            out: Tensor = layer.wrapper.run(
+            out: Tensor = package.call(
+                layer.wrapper.run,
                 x=arguments.aligned(c.x_TD),
                 w1_weight=w13_EFD,
                 w1_weight_sf=orders.mma_view(w13_scale_EFG),
@@ -182,7 +183,7 @@ def _layer(call: ExpertsCall) -> Layer:
     key = (*alike, *(t.data_ptr() for t in weights))
 
     def make() -> Layer:
-        wrapper = package.module("flashinfer.fused_moe").B12xMoEWrapper
+        wrapper = package.found("flashinfer.fused_moe", "B12xMoEWrapper")
         shared = _WORKSPACES.get(alike, dict)
         buffer = arena.take("FlashInfer b12x", tokens * D * 2, device)
         output = buffer.view((tokens, D), torch.bfloat16)
@@ -190,11 +191,10 @@ def _layer(call: ExpertsCall) -> Layer:
         if threshold:
             require_threshold(wrapper, threshold)
             all_given[THRESHOLD] = threshold
-        package.require(wrapper.__init__, "B12xMoEWrapper", *all_given)
-        package.require(wrapper.run, "B12xMoEWrapper.run", "input_global_scale")
         held = w13_EFD, w2_EDI, w13_scale_EFG, w2_scale_EDG = tuple(map(alias, weights))
         own = replace(c, w13_scale_EFG=w13_scale_EFG, w2_scale_EDG=w2_scale_EDG)
-        made, scales = wrapper(**all_given), Scales.of(own, prefill=bool(threshold))
+        made = package.call(wrapper, **all_given)
+        scales = Scales.of(own, prefill=bool(threshold))
         for part in PARTS:
             shared.setdefault(f"shared_{part}", getattr(made, f"_{part}"))
         if threshold:

@@ -92,15 +92,15 @@ def _wrapper(call: ExpertsCall, routed: arguments.Routed) -> Made:
     key = (name, call.x_TD.device, *given.items())
 
     def make() -> Made:
-        wrapper = getattr(package.module("flashinfer.fused_moe"), name)
-        package.require(wrapper.__init__, name, *given)
-        return Made(key, wrapper(**given))
+        wrapper = package.found("flashinfer.fused_moe", name)
+        return Made(key, package.call(wrapper, **given))
 
     return _WRAPPERS.get(key, make)
 
 
 def _run_floats(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Tensor:
-    out: Tensor = wrapper.run(
+    out: Tensor = package.call(
+        wrapper.run,
         x=arguments.aligned(call.x_TD),
         token_selected_experts=routed.ids_TK,
         token_final_scales=routed.weights_TK,
@@ -117,13 +117,9 @@ def _run_nvfp4(call: ExpertsCall, routed: arguments.Routed, wrapper: Any) -> Ten
     assert c.h_scale is not None and c.global_scale2_E is not None
     x_scale, factors13_E = one_input_scale(c.x_scale, c.global_scale13_E)
     h_scale, factors2_E = one_input_scale(c.h_scale, c.global_scale2_E)
-    codes, x_sf = package.module("flashinfer").fp4_quantize(
-        arguments.aligned(c.x_TD),
-        global_scale=x_scale.reciprocal(),
-        sf_vec_size=16,
-        is_sf_swizzled_layout=False,
-    )
-    out: Tensor = wrapper.run(
+    codes, x_sf = arguments.nvfp4(c.x_TD, x_scale)
+    out: Tensor = package.call(
+        wrapper.run,
         x=codes,
         x_sf=x_sf,
         token_selected_experts=routed.ids_TK,

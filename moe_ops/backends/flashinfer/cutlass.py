@@ -69,7 +69,7 @@ def run(call: ExpertsCall) -> Tensor:
 def _run(call: ExpertsCall, routed: arguments.Routed, launch: Launch) -> Tensor:
     given, out_TD = tensors_of(call, routed), torch.empty_like(call.x_TD)
     given["output"], given["workspace_buffer"] = out_TD, workspace(launch, call.x_TD.device)
-    launch.function(**launch.given, **given)
+    package.call(launch.function, **launch.given, **given)
     return out_TD
 
 
@@ -177,8 +177,9 @@ def tuning(launch: Launch, tokens: int) -> AbstractContextManager[None] | None:
     """What lets FlashInfer measure its tactics for so many tokens, if `kept.tuning` says so."""
     if not launch.tactics:
         return None
-    utils = package.module("flashinfer.fused_moe.utils")
-    return kept.tuning((NAME, launch.key), utils.map_to_hybrid_bucket(tokens, MOST_TUNED))
+    of_tokens = package.found("flashinfer.fused_moe.utils", "map_to_hybrid_bucket")
+    bucket = package.call(of_tokens, tokens, MOST_TUNED)
+    return kept.tuning((NAME, launch.key), bucket)
 
 
 def tensors_of(call: ExpertsCall, routed: arguments.Routed) -> dict[str, Any]:
@@ -234,7 +235,7 @@ def _launch(
     key: Hashable, call: ExpertsCall, routed: arguments.Routed, options: FlashInferOptions
 ) -> Launch:
     c, E, formats = call, call.w13_EFD.shape[0], (call.w_format, call.x_format)
-    moe = package.module("flashinfer.fused_moe")
+    function = package.found("flashinfer.fused_moe", "cutlass_fused_moe")
     shared: dict[str, Any] = {
         "activation_type": arguments.activation_type(c),
         "use_fused_finalize": options.other_bits,
@@ -243,12 +244,12 @@ def _launch(
     if routed.experts != E:
         shared |= {"ep_size": routed.experts // E, "ep_rank": routed.offset // E}
     given = shared | TACTICS.get(formats, {"tune_max_num_tokens": MOST_TUNED})
-    package.require(moe.cutlass_fused_moe, "cutlass_fused_moe", "workspace_buffer", *given)
     tactics = formats not in TACTICS
     if formats in GROWING:
-        return Launch(key, moe.cutlass_fused_moe, given, None, tactics)
+        return Launch(key, function, given, None, tactics)
     tokens = kept.tokens_of(c.x_TD.shape[0], options)
-    nbytes = moe.cutlass_fused_moe_workspace_size(
+    nbytes = package.call(
+        package.found("flashinfer.fused_moe", "cutlass_fused_moe_workspace_size"),
         *(tokens, *c.widths, routed.experts, c.ids_TK.shape[1]),
         x_dtype=c.w13_EFD.dtype if formats == (TENSOR, TENSOR) else c.x_TD.dtype,
         weight_dtype=_weights(c)[0].dtype,
@@ -256,7 +257,7 @@ def _launch(
         device=c.x_TD.device,
         **shared,
     )
-    return Launch(key, moe.cutlass_fused_moe, given, int(nbytes), tactics)
+    return Launch(key, function, given, int(nbytes), tactics)
 
 
 FLAGS = {

@@ -161,8 +161,12 @@ def tuning(
 
 @contextlib.contextmanager
 def _measuring(key: Hashable, bucket: int | None) -> Iterator[None]:
-    autotune = package.module("flashinfer").autotune
-    buckets = None if bucket is None else (bucket,)
-    with autotune(True, cache=current().autotune_cache or None, tuning_buckets=buckets):
+    measuring = package.call(
+        package.found("flashinfer", "autotune"),
+        True,
+        cache=current().autotune_cache or None,
+        tuning_buckets=None if bucket is None else (bucket,),
+    )
+    with measuring:
         yield
     _tuned.hold((key, bucket), True)

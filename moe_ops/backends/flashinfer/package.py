@@ -23,6 +23,7 @@ from moe_ops.registry.backend import Needs
 log = logging.getLogger("moe_ops")
 
 DISTRIBUTION, LEAST = "flashinfer-python", "0.7.2"
+KNOWN = "0.7.4"  # the newest version whose functions were compared with what they are given
 CUTE_DSL = "nvidia-cutlass-dsl"
 INSTALL = "pip install 'torch-moe-ops[flashinfer]'"
 
@@ -124,14 +125,41 @@ def takes(function: Callable[..., Any], keyword: str) -> bool:
     return keyword in parameters(function)
 
 
-def require(function: Callable[..., Any], name: str, *keywords: str) -> None:
-    """Raise RuntimeError unless the installed function has these parameters."""
-    lacking = [keyword for keyword in keywords if not takes(function, keyword)]
-    if lacking:
+def found(of: str, name: str) -> Any:
+    """A function or a class of a module. Raises RuntimeError where there is none of this name."""
+    there = getattr(module(of), name, None)
+    if there is None:
+        raise RuntimeError(f"{DISTRIBUTION} {version()} has no {name} in {of}; {_known()}")
+    return there
+
+
+def call(function: Callable[..., Any], /, *args: Any, **given: Any) -> Any:
+    """What an installed function gives.
+
+    Raises RuntimeError if it does not take these arguments, as that of another version may not.
+    """
+    try:
+        return function(*args, **given)
+    except TypeError as error:
+        _require_taken(function, args, given, error)
+        raise
+
+
+def _require_taken(
+    function: Callable[..., Any], args: tuple[Any, ...], given: dict[str, Any], error: TypeError
+) -> None:
+    """Raise RuntimeError if a function takes no such arguments, so that it raised this error."""
+    try:
+        inspect.signature(function).bind(*args, **given)
+    except TypeError as fault:
         raise RuntimeError(
-            f"{DISTRIBUTION} {version()}: {name} takes no {', '.join(lacking)}; this moe_ops is "
-            f"written for {LEAST}, install one that has it"
-        )
+            f"{DISTRIBUTION} {version()} does not take what moe_ops gives to "
+            f"{function.__qualname__}: {fault}; {_known()}"
+        ) from error
+
+
+def _known() -> str:
+    return f"moe_ops knows {LEAST} to {KNOWN}, install one of these"
 
 
 @functools.cache

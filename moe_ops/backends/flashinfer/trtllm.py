@@ -121,11 +121,12 @@ def _launch(call: ExpertsCall, name: str, given: dict[str, Any]) -> Tensor:
     """The result of a function, given how tokens are routed."""
     c, tokens = call, kept.tokens_of(call.x_TD.shape[0], current())
     measuring = kept.tuning((NAME, name, c.w13_EFD.shape, tokens))
-    function = getattr(package.module("flashinfer.fused_moe"), name)
+    function = package.found("flashinfer.fused_moe", name)
     runs = runs_of(c, (name, given["top_k"], tokens))
     with package.on(c.x_TD.device), runs.around(c.x_TD.shape[0], measuring):
         out_TD = c.x_TD.new_empty(c.x_TD.shape)
-        function(
+        package.call(
+            function,
             **given,
             **_entry(c).tensors(c),
             intermediate_size=c.widths[1],
@@ -188,12 +189,7 @@ def _nvfp4(call: ExpertsCall) -> dict[str, Any]:
     assert c.x_scale is not None and c.global_scale13_E is not None
     assert c.h_scale is not None and c.global_scale2_E is not None
     x_scale, factors13_E = one_input_scale(c.x_scale, c.global_scale13_E)
-    codes, x_sf = package.module("flashinfer").fp4_quantize(
-        arguments.aligned(c.x_TD),
-        global_scale=x_scale.reciprocal(),
-        sf_vec_size=16,
-        is_sf_swizzled_layout=False,
-    )
+    codes, x_sf = arguments.nvfp4(c.x_TD, x_scale)
     inverse_E = c.h_scale.reciprocal().expand(factors13_E.shape)
     return _four_bits(c) | {
         "hidden_states": codes,

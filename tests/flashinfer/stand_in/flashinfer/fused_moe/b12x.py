@@ -24,40 +24,32 @@ from flashinfer.fused_moe.numbers import (
     require_dense,
     through_nvfp4,
 )
+from flashinfer.signed import signed
 
 KINDS = {"silu": "Swiglu", "gelu_tanh": "GegluTanh", "relu2": "Relu2"}
 
 
 class B12xMoEWrapper:
+    @signed("B12xMoEWrapper.__init__")
     def __init__(
         self,
         num_experts: int,
-        top_k: int,
         hidden_size: int,
         intermediate_size: int,
-        *,
-        use_cuda_graph: bool = False,
-        max_num_tokens: int = 4096,
-        num_local_experts: int | None = None,
-        expert_map: Tensor | None = None,
-        output_dtype: torch.dtype = torch.bfloat16,
-        device: str = "cuda",
-        activation: str = "silu",
-        swiglu_alpha: float = 1.702,
-        swiglu_beta: float = 1.0,
-        swiglu_limit: float | None = None,
-        activation_precision: str = "fp4",
-        quant_mode: str | None = None,
-        source_format: str = "modelopt",
-        shared_static_workspace: object | None = None,
-        shared_dynamic_workspace: object | None = None,
-        shared_output: Tensor | None = None,
+        use_cuda_graph: bool,
+        max_num_tokens: int,
+        activation: str,
+        quant_mode: str | None,
+        shared_static_workspace: object | None,
+        shared_dynamic_workspace: object | None,
+        shared_output: Tensor | None,
+        **others: object,
     ) -> None:
-        calls.append(("B12xMoEWrapper", {**locals()}))
+        calls.append(("B12xMoEWrapper", {**locals(), **others}))
         assert quant_mode == "nvfp4" and use_cuda_graph and intermediate_size % 128 == 0
         self.kind, self.most, self.experts = KINDS[activation], max_num_tokens, num_experts
         assert shared_output is not None and shared_output.shape == (max_num_tokens, hidden_size)
-        assert shared_output.dtype == output_dtype
+        assert shared_output.dtype == torch.bfloat16
         self.output = shared_output
         self._static_workspace = shared_static_workspace or object()
         self._dynamic_workspace = shared_dynamic_workspace or object()
@@ -66,6 +58,7 @@ class B12xMoEWrapper:
         self.views: tuple[Tensor, ...] = ()
         self.held = Held()
 
+    @signed("B12xMoEWrapper.run")
     def run(
         self,
         x: Tensor,
@@ -75,11 +68,10 @@ class B12xMoEWrapper:
         w2_weight_sf: Tensor,
         token_selected_experts: Tensor,
         token_final_scales: Tensor,
-        *,
         w1_alpha: Tensor,
         w2_alpha: Tensor,
-        fc2_input_scale: Tensor | None = None,
-        input_global_scale: Tensor | None = None,
+        fc2_input_scale: Tensor | None,
+        input_global_scale: Tensor | None,
     ) -> Tensor:
         """A view of the wrapper's own buffer."""
         calls.append(("B12xMoEWrapper.run", {"tokens": x.shape[0]}))

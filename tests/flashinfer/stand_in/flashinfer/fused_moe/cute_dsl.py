@@ -18,31 +18,18 @@ from flashinfer.fused_moe.numbers import (
     through_nvfp4,
     unchunked,
 )
+from flashinfer.signed import signed
 
 
 class CuteDslBf16MoEWrapper:
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        num_local_experts: int | None = None,
-        local_expert_offset: int = 0,
-        output_dtype: torch.dtype = torch.bfloat16,
-        enable_pdl: bool = True,
-        use_fused_finalize: bool = True,
-        activation_type: int = ActivationType.Swiglu.value,
-        swiglu_alpha: float = 1.0,
-        swiglu_beta: float = 0.0,
-        swiglu_limit: float = float("inf"),
-        situ_beta: float | None = None,
-        situ_linear_beta: float | None = None,
-    ) -> None:
-        calls.append(("CuteDslBf16MoEWrapper", {**locals()}))
-        self.kind, self.offset = ActivationType(activation_type).name, local_expert_offset
-        self.experts, self.held = num_local_experts or num_experts, Held()
+    @signed("CuteDslBf16MoEWrapper.__init__")
+    def __init__(self, **given: Any) -> None:
+        calls.append(("CuteDslBf16MoEWrapper", given))
+        self.kind = ActivationType(given["activation_type"]).name
+        self.experts = given["num_local_experts"] or given["num_experts"]
+        self.offset, self.held = given["local_expert_offset"], Held()
 
+    @signed("CuteDslBf16MoEWrapper.run")
     def run(
         self,
         x: Tensor,
@@ -50,9 +37,7 @@ class CuteDslBf16MoEWrapper:
         token_final_scales: Tensor,
         w1_weight: Tensor,
         w2_weight: Tensor,
-        tactic: tuple[Any, ...] | None = None,
-        moe_output: Tensor | None = None,
-        intermediate_buffer: Tensor | None = None,
+        **others: object,
     ) -> Tensor:
         assert w1_weight.shape[0] == self.experts
         require_dense(x, w1_weight, w2_weight)
@@ -63,34 +48,14 @@ class CuteDslBf16MoEWrapper:
 
 
 class CuteDslMoEWrapper:
-    def __init__(
-        self,
-        num_experts: int,
-        top_k: int,
-        hidden_size: int,
-        intermediate_size: int,
-        use_cuda_graph: bool = False,
-        max_num_tokens: int | None = None,
-        num_local_experts: int | None = None,
-        local_expert_offset: int = 0,
-        tile_size: int = 128,
-        sf_vec_size: int = 16,
-        output_dtype: torch.dtype = torch.bfloat16,
-        device: str = "cuda",
-        enable_pdl: bool = True,
-        activation_type: int = ActivationType.Swiglu.value,
-        swiglu_alpha: float = 1.0,
-        swiglu_beta: float = 0.0,
-        swiglu_limit: float = float("inf"),
-        situ_beta: float | None = None,
-        situ_linear_beta: float | None = None,
-        use_fused_finalize: bool = True,
-        quant_mode: str = "w4a4",
-    ) -> None:
-        calls.append(("CuteDslMoEWrapper", {**locals()}))
-        self.kind, self.offset = ActivationType(activation_type).name, local_expert_offset
-        self.dtype, self.held = output_dtype, Held()
+    @signed("CuteDslMoEWrapper.__init__")
+    def __init__(self, **given: Any) -> None:
+        calls.append(("CuteDslMoEWrapper", given))
+        self.kind = ActivationType(given["activation_type"]).name
+        self.offset, self.dtype = given["local_expert_offset"], given["output_dtype"]
+        self.held = Held()
 
+    @signed("CuteDslMoEWrapper.run")
     def run(
         self,
         x: Tensor,
@@ -104,9 +69,7 @@ class CuteDslMoEWrapper:
         w2_weight: Tensor,
         w2_weight_sf: Tensor,
         w2_alpha: Tensor,
-        tactic: tuple[Any, ...] | None = None,
-        *,
-        per_token_scale: Tensor | None = None,
+        **others: object,
     ) -> Tensor:
         assert x_sf is not None and fc2_input_scale is not None
         require_dense(x, w1_weight, w2_weight)

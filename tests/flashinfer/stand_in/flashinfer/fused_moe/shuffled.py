@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from flashinfer.fused_moe.kinds import ActivationType, Fp8QuantizationType, SfLa
 from flashinfer.fused_moe.numbers import (
     Held,
     Layer,
-    calls,
     e8m0,
     fp4_values,
     linear_scales,
@@ -23,10 +20,6 @@ from flashinfer.fused_moe.numbers import (
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # of both products, each with its scales
 Factors = tuple[Tensor | None, Tensor | None, Tensor | None]
 scratch = Held()  # of the runner that all layers of a process share
-
-
-def called(name: str, given: dict[str, Any]) -> None:
-    calls.append((name, {**given}))
 
 
 def finish(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from flashinfer.signed import signed
 
+
+@signed("map_to_hybrid_bucket")
 def map_to_hybrid_bucket(x: int, max_num_tokens: int) -> int:
     """The least of them that is no less: powers of two to 256, then multiples of 256 to 2048, of
     512 to 4096, then powers of two."""
