@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_ops.backends import reads
-from moe_ops.backends.strides import whole_rows
+from moe_ops.backends.widths import whole_rows
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.kernels import gpus
 from moe_ops.ops.activate import activate

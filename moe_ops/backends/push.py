@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_ops.backends.strides import whole_words
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_ranks import (
     OF_BATCHES,
@@ -19,6 +18,7 @@ from moe_ops.backends.triton_ranks import (
     refuse_words,
     summed,
 )
+from moe_ops.backends.widths import whole_words
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
 from moe_ops.ops.experts_over_ranks import (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moe_ops.backends import reads
 from moe_ops.backends import triton_paths as paths
-from moe_ops.backends.strides import contiguous, in_words, whole_rows, with_rows
+from moe_ops.backends.strides import contiguous, in_words, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_hopper import refuse_many
@@ -34,6 +34,7 @@ from moe_ops.backends.triton_support import (
     supports_experts,
     supports_tiny,
 )
+from moe_ops.backends.widths import whole_rows
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.decode_ops.experts_onto import ExpertsOntoCall, experts_onto
 from moe_ops.ops.adapters import ADAPTER, OF_ADAPTER, Adapter
