@@ -6,6 +6,8 @@ bytes a thread, begin at multiples of 16 bytes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,18 +36,32 @@ def refuse_stream(call: ExpertsCall) -> str | None:
     weight = weight_of(call)
     if weight is None:
         return "streams quantised weights, got floats"
-    refusal = refuse_hopper(call.x_TD)
-    if refusal is not None:
-        return refusal
-    by_row = _scaled(call) in ("row", "tensor")
-    if weight.across not in STREAMED.get(weight.element, ()) and not by_row:
-        return f"has no decoder of {call.w_format}"
-    whole, (stride, x_TD) = 16 if weight.bits == 8 else 32, _tokens(call)
-    if any(width % whole for width in call.widths):
-        return f"needs widths that {whole} divides, got {_both(call)}"
+    decodes = _scaled(call) not in ("row", "tensor")
+    stride, x_TD = _tokens(call)
+    return refuse_hopper(call.x_TD) or refuse_streamed(
+        call.w_format if decodes else "", weight, call.widths, stride,
+        (x_TD, call.w13_EFD, call.w2_EDI),
+    )  # fmt: skip
+
+
+def refuse_streamed(
+    w_format: str, weight: Any, widths: tuple[int, ...], stride: int,
+    tensors: tuple[Tensor | None, ...],
+) -> str | None:  # fmt: skip
+    """Why codes do not stream through registers past rows of inputs on Hopper, or None.
+
+    w_format: what decodes them, empty where they are multiplied as they are; widths: of all inputs;
+    stride: from one row of inputs to the next; tensors: of inputs and of codes, None for one that
+    will lie in memory of its own.
+    """
+    if w_format and weight.across not in STREAMED.get(weight.element, ()):
+        return f"has no decoder of {w_format}"
+    whole = 16 if weight.bits == 8 else 32
+    if any(width % whole for width in widths):
+        return f"needs widths that {whole} divides, got {' and '.join(map(str, widths))}"
     if stride % 8:
-        return f"needs rows of tokens that begin at a multiple of 8 elements, got every {stride}"
-    return _refuse_misaligned(x_TD, call.w13_EFD, call.w2_EDI)
+        return f"needs rows of inputs that begin at a multiple of 8 elements, got every {stride}"
+    return _refuse_misaligned(*tensors)
 
 
 def refuse_row_scales(call: ExpertsCall) -> str | None:

@@ -12,14 +12,14 @@ from moe_ops.backends.triton_ahead import begins_alone
 from moe_ops.backends.triton_device import HALF, either, refuse_hopper
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_gemm import refuse_codes, values_of
-from moe_ops.backends.triton_hopper import STREAMED
+from moe_ops.backends.triton_hopper import refuse_streamed
 from moe_ops.decode_ops.linears import MOST_ROWS
 from moe_ops.decode_ops.normed_quantized_linears import (
     NormedQuantizedLinearsCall,
     normed_quantized_linears,
 )
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
-from moe_ops.registry.backend import Rows, is_aligned
+from moe_ops.registry.backend import Rows
 from moe_ops.registry.gradients import needs_grad
 
 DECODED = "triton.decoded"
@@ -81,16 +81,9 @@ def multiply_few(call: QuantizedLinearsCall) -> list[Tensor]:
 def refuse_stream(call: QuantizedLinearsCall) -> str | None:
     """Why codes do not stream through registers, or None."""
     x_TK, weight = call.x_TK, weight_of(call.w_format, "")
-    if weight.across not in STREAMED.get(weight.element, ()):
-        return f"has no decoder of {call.w_format}"
-    whole = 16 if weight.bits == 8 else 32
-    if x_TK.shape[1] % whole:
-        return f"needs columns that {whole} divides, got {x_TK.shape[1]}"
-    if x_TK.stride(0) % 8:
-        return f"needs rows that begin at a multiple of 8 elements, got every {x_TK.stride(0)}"
-    if not all(map(is_aligned, (x_TK, *call.weights))):
-        return "needs inputs and codes that begin at a multiple of 16 bytes"
-    return refuse_hopper(x_TK)
+    return refuse_hopper(x_TK) or refuse_streamed(
+        call.w_format, weight, x_TK.shape[1:], x_TK.stride(0), (x_TK, *call.weights)
+    )
 
 
 def _layers(call: QuantizedLinearsCall) -> Any:

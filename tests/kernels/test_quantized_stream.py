@@ -195,14 +195,14 @@ def test_what_does_not_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert why("int4:1x64") is None and why("float8_e4m3fn:row", 144) is None
     assert why("mxfp8") == "has no decoder of mxfp8"
-    assert why("int4:row", 144) == "needs columns that 32 divides, got 144"
+    assert why("int4:row", 144) == "needs widths that 32 divides, got 144"
     call, _ = call_of(2, 128, (4, 2), "int4:1x64", F16)
     wide = torch.zeros(2, 132, dtype=F16)
     call.x_TK = wide[:, :128]
-    said = "needs rows that begin at a multiple of 8 elements, got every 132"
+    said = "needs rows of inputs that begin at a multiple of 8 elements, got every 132"
     assert refuse_stream(call) == said
     call.x_TK = torch.zeros(2, 136, dtype=F16)[:, 1:129]
-    assert refuse_stream(call) == "needs inputs and codes that begin at a multiple of 16 bytes"
+    assert refuse_stream(call) == "needs tensors that begin at a multiple of 16 bytes"
     monkeypatch.undo()
     call, _ = call_of(2, 128, (4, 2), "int4:1x64", F16)
     assert refuse_stream(call) is not None
