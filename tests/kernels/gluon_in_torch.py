@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gluon_language
@@ -296,3 +297,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     for program in range(grid[0]):
         PROGRAM[0] = program
         functions()[kernel.fn.__name__](**given)
+
+
+def take_over(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the launches of a module run by torch during a test; the names of kernels as they are
+    launched."""
+    launched: list[str] = []
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(module, "launch", noted)
+    return launched

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -71,17 +70,10 @@ some_formats = pytest.mark.parametrize("formats", those_of(USUAL, SOME), ids=str
 
 
 @pytest.fixture(autouse=True)
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched; a test whose calls launch no streams is none."""
-    launched: list[str] = []
-
-    def launch(kernel: Any, *args: Any, **options: Any) -> None:
-        launched.append(kernel.fn.__name__)
-        gluon_in_torch.launch(kernel, *args, **options)
-
-    monkeypatch.setattr(register_stream, "launch", launch)
     monkeypatch.setattr(triton_hopper, "refuse_hopper", lambda _: None)
-    yield launched
+    return gluon_in_torch.take_over(register_stream, monkeypatch)
 
 
 def check(kernel: str, call: ExpertsCall, tiles: Any = None) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,15 +22,8 @@ TOL = {F16: Tol(1e-3, "one rounding to 11 bits"), BF16: Tol(8e-3, "one rounding 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    names: list[str] = []
-
-    def launch(kernel: Any, *args: Any, **options: Any) -> None:
-        names.append(kernel.fn.__name__)
-        gluon_in_torch.launch(kernel, *args, **options)
-
-    monkeypatch.setattr(kernels, "launch", launch)
     monkeypatch.setattr(kernels, "is_hopper", lambda _: True)
-    return names
+    return gluon_in_torch.take_over(kernels, monkeypatch)
 
 
 @in_turn(

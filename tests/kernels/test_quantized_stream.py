@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -46,15 +45,8 @@ STREAMS = (None, Stream(S=2, C=2, MW=2, ahead=3), Stream(S=4, C=4, MT=2, NT=4, a
 @pytest.fixture(autouse=True)
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernels that were launched."""
-    launched: list[str] = []
-
-    def launch(kernel: Any, *args: Any, **options: Any) -> None:
-        launched.append(kernel.fn.__name__)
-        gluon_in_torch.launch(kernel, *args, **options)
-
-    monkeypatch.setattr(quantized_stream, "launch", launch)
     monkeypatch.setattr(triton_linears, "refuse_hopper", lambda _: None)
-    return launched
+    return gluon_in_torch.take_over(quantized_stream, monkeypatch)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,15 +23,8 @@ WIDE = Tol(2.5e-2, "bfloat16, rounded up to three times")
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    names: list[str] = []
-
-    def launch(kernel: Any, *args: Any, **options: Any) -> None:
-        names.append(kernel.fn.__name__)
-        gluon_in_torch.launch(kernel, *args, **options)
-
-    monkeypatch.setattr(kernels, "launch", launch)
     monkeypatch.setattr(kernels, "is_hopper", lambda _: True)
-    return names
+    return gluon_in_torch.take_over(kernels, monkeypatch)
 
 
 @in_turn(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -47,15 +46,8 @@ TOKENS = {"usual": None, "nan": float("nan"), "infinite": float("inf"), "tiny": 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The products that were launched."""
-    found: list[str] = []
-
-    def launch(kernel: Any, *args: Any, **options: Any) -> None:
-        found.append(kernel.fn.__name__)
-        gluon_in_torch.launch(kernel, *args, **options)
-
-    monkeypatch.setattr(register_stream, "launch", launch)
     monkeypatch.setattr(triton_hopper, "refuse_hopper", lambda _: None)
-    return found
+    return gluon_in_torch.take_over(register_stream, monkeypatch)
 
 
 def run(call: ExpertsCall, tiles: Streams, up: bool, down: bool) -> Tensor:
