@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import textwrap
 from collections import defaultdict
 from dataclasses import dataclass
@@ -27,38 +28,57 @@ class Change:
     date: str
     commit: str
     files: tuple[str, ...]  # patterns of their names
+    where: tuple[str, ...] = ()  # the code that they measure
 
 
-# `git log -- FOLDER` shows whether there is a later one. Moves and renames are none. A file that
-# was measured since needs no edit here.
+CPU, TRITON = "moe_ops/kernels/cpu/", "moe_ops/kernels/triton/"
+STEPS = ("moe_ops/generation", "moe_ops/graphs")
+# `python -m tests.docs.measured` lists what changed since. Moves, renames, words and kernels of
+# other formats are none. A file that was measured since needs no edit here.
 CHANGES = (
     Change(
-        "the CPU kernels of experts in floats", "2026-11-25 12:04", "55065ec",
+        "the CPU kernels of experts in floats", "2026-11-27 16:07", "f73923a",
         ("layer_lifted_epyc_*", "layer_*_cpu_*", "layer_*_epyc_*"),
+        tuple(f"{CPU}{name}" for name in ("experts.cpp", "layer.h", "panels.h", "columns.h")),
     ),
-    Change("the CPU kernel of routers", "2026-11-26 20:01", "d99227a", ("block_*",)),
     Change(
-        "the CPU kernels of quantised experts", "2026-11-26 05:34", "b5de282",
+        "the CPU kernel of routers", "2026-11-26 20:01", "d99227a", ("block_*",),
+        (f"{CPU}route.cpp",),
+    ),
+    Change(
+        "the CPU kernels of quantised experts", "2026-11-28 09:21", "ef151df",
         ("quantised_epyc", "accuracy_cpu", "task_cpu"),
+        tuple(f"{CPU}{name}" for name in ("quantized.cpp", "codes.h", "weights.h", "inputs.h")),
     ),
-    Change("`generate` on a CPU", "2026-11-26 20:51", "ae9726c", ("quickstart_*",)),
-    Change("the passes", "2026-11-26 20:23", "0dec0bf", ("compile_cpu",)),
-    Change("`moe_ops/quant/`", "2026-11-26 20:25", "d2ea4d1", ("packing_cpu",)),
-    Change("`moe_ops/weights/`", "2026-11-26 20:49", "4dd8bf3", ("loading_epyc",)),
-    Change("calling an op", "2026-11-26 03:28", "2de9994", ("overhead_epyc",)),
+    Change("`generate` on a CPU", "2026-11-28 00:12", "ee5dabb", ("quickstart_*",), STEPS),
+    Change("the passes", "2026-11-28 08:16", "1870eef", ("compile_cpu",), ("passes",)),
     Change(
-        "the Triton kernels of experts", "2026-11-26 20:25", "e8a610f",
+        "`moe_ops/quant/`", "2026-11-28 09:29", "95016d6", ("packing_cpu",), ("moe_ops/quant",),
+    ),
+    Change(
+        "`moe_ops/weights/`", "2026-11-28 09:41", "769cb28", ("loading_epyc",),
+        ("moe_ops/weights",),
+    ),
+    Change(
+        "calling an op", "2026-11-28 09:58", "cbaeea1", ("overhead_epyc",),
+        ("moe_ops/registry/spec.py", "moe_ops/registry/memo.py"),
+    ),
+    Change(
+        "the Triton kernels of experts", "2026-11-28 10:08", "c766305",
         ("layer_h?00_*", "counters_*", "*_tiles_*", "rows_or_grouped_*", "ep_layers_*",
          "ep_codes_*", "ep_shared_*", "generate_*", "forward_*"),
+        (f"{TRITON}experts", f"{TRITON}launch.py", f"{TRITON}recorded.py", f"{TRITON}replay.py"),
     ),
-    Change("how steps are compiled", "2026-11-27 12:04", "ffb1e9d", ("generate_*",)),
-    Change("how forwards run", "2026-11-27 08:27", "9482699", ("forward_*",)),
+    Change("how steps are compiled", "2026-11-28 00:12", "ee5dabb", ("generate_*",), STEPS),
+    Change("how forwards run", "2026-11-28 01:06", "797da9f", ("forward_*",), ("moe_ops/forward",)),
     Change(
         "`quantize` on a GPU", "2026-11-26 20:25", "d2ea4d1", ("quantize_h100", "accuracy_h100"),
+        (f"{TRITON}quantize.py", f"{TRITON}quantize_blocks.py"),
     ),
     Change(
         "the kernels of push", "2026-11-26 00:04", "6a406dd",
         ("ep_probe_*", "ep_peers_*", "ep_transport_*"),
+        (f"{TRITON}push.py", f"{TRITON}push_sum.py"),
     ),
 )  # fmt: skip
 
@@ -108,3 +128,15 @@ def older_than(name: str, date: str) -> Change | None:
 def day(date: str) -> str:
     then = datetime.strptime(date, "%Y-%m-%d %H:%M")
     return f"{then.day} {then:%B %Y}"
+
+
+def since(change: Change) -> str:
+    """The commits that touched what some files measure after its last change, one a line."""
+    log = ("git", "log", "--no-merges", "--format=  %h %ad %s", "--date=short")
+    paths = (f"{change.commit}..HEAD", "--", *change.where)
+    return subprocess.run((*log, *paths), capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    for change in CHANGES:
+        print(f"{change.what} ({change.commit})\n{since(change)}", end="")

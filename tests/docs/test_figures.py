@@ -60,7 +60,12 @@ def write(folder: Path, name: str, date: str, commit: str = "abc1234") -> None:
     (folder / f"{name}.json").write_text(json.dumps({"date": date, "commit": commit}))
 
 
-def test_a_file_older_than_its_code_says_so(tmp_path: Path) -> None:
+def test_a_file_older_than_its_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ("loading_epyc",)
+    change = measured.Change("`moe_ops/weights/`", "2026-11-26 20:49", "4dd8bf3", files)
+    monkeypatch.setattr(measured, "CHANGES", (change,))
     write(tmp_path, "loading_epyc", "2026-11-22 02:48")
     write(tmp_path, "loading_later", "2026-12-01 10:00", commit="")
     older = (
