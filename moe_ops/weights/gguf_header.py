@@ -7,6 +7,7 @@ the layout: docs/gguf.md of ggml; of the types: ggml-common.h. Little-endian fil
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import struct
@@ -18,6 +19,7 @@ SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8} 
 UINT32, STRING, ARRAY = 4, 8, 9
 ALIGNMENT = "general.alignment"
 MOST_AXES, MOST_DEPTH = 4, 4
+MOST_VALUES = 2**63 - 1  # as indices are of int64, also where another axis has no values
 
 
 class Type(NamedTuple):
@@ -94,8 +96,10 @@ class _Reader:
     def tensors(self) -> list[Placed]:
         magic, self.at = self.data[: len(MAGIC)], len(MAGIC)
         version = self.number("I")
-        if magic != MAGIC or version not in VERSIONS:
-            raise ValueError(f"starts with {magic!r} and the version {version}, not with {MAGIC!r}")
+        if magic != MAGIC:
+            raise ValueError(f"starts with {magic!r}, not with {MAGIC!r}")
+        if version not in VERSIONS:
+            raise ValueError(_why_not(version))
         tensors, keys = self.number("Q"), self.number("Q")
         alignment, seen = 32, set()
         for i in range(keys):
@@ -143,6 +147,8 @@ class _Reader:
             number, offset = self.number("I"), self.number("Q")
             if name in placed:
                 raise ValueError(f"{name}: comes twice")
+            if math.prod(max(size, 1) for size in shape) > MOST_VALUES:
+                raise ValueError(f"{name}: has the shape {list(shape)}, of more than 2^63 values")
             if number not in TYPES:
                 raise ValueError(f"{name}: is of the unknown type {number}")
             size = _bytes(name, shape, TYPES[number])
@@ -157,7 +163,26 @@ class _Reader:
                     f"{one.name}: has {one.size} bytes from byte {one.first} on, past the file's "
                     "end"
                 )
+        _check_apart(found)
         return found
+
+
+def _why_not(version: int) -> str:
+    """Why a version is not read."""
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+        return "is big-endian; convert it to little-endian, as gguf_convert_endian.py does"
+    return f"has the version {version}, but {' and '.join(map(str, VERSIONS))} are read"
+
+
+def _check_apart(tensors: list[Placed]) -> None:
+    """Raise ValueError if two tensors have bytes in common, as those of no right file have."""
+    there = sorted((one for one in tensors if one.size), key=lambda one: one.first)
+    for one, following in itertools.pairwise(there):
+        if one.first + one.size > following.first:
+            raise ValueError(
+                f"{following.name}: begins at byte {following.first}, inside {one.name}, which has "
+                f"{one.size} bytes from byte {one.first} on"
+            )
 
 
 def _bytes(name: str, shape: tuple[int, ...], kind: Type) -> int:
