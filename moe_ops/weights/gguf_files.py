@@ -37,6 +37,7 @@ SCALE_BYTES = {"Q8_0": 2, "Q4_0": 2, "MXFP4": 1}
 # Bytes of the float16 numbers of a block that scale the others.
 SCALES_OF_SCALES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}
 FLOATING = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+NUMBERS = ("I8", "I16", "I32", "I64", "F64")  # which nobody decodes
 
 
 def entries(file: Path) -> Iterator[Stored]:
@@ -144,7 +145,7 @@ def _bytes_of(file: Path) -> Tensor:
 
 
 def _mapped(raw: Tensor, tensor: Placed) -> Tensor:
-    """The blocks of a tensor [..., rows, bytes] of a file; of floats their bytes."""
+    """The blocks of a tensor [..., rows, bytes] of a file."""
     row = tensor.shape[-1] // tensor.type.values * tensor.type.size if tensor.shape else tensor.size
     return raw[tensor.first : tensor.first + tensor.size].view(*tensor.shape[:-1], row)
 
@@ -162,7 +163,10 @@ def _like(tensor: Placed) -> Tensor:
 
 
 def _floats(raw: Tensor, tensor: Placed) -> Tensor:
-    return _mapped(raw, tensor).view(FLOATING[tensor.type.name]).view(tensor.shape)
+    found = raw[tensor.first : tensor.first + tensor.size]
+    if tensor.first % tensor.type.size:  # a file may place tensors at any byte
+        found = found.clone()
+    return found.view(FLOATING[tensor.type.name]).view(tensor.shape)
 
 
 def _decoder(kind: str) -> Callable[[Tensor], Tensor]:
@@ -175,6 +179,8 @@ def _decoder(kind: str) -> Callable[[Tensor], Tensor]:
             return dequantize(_values(t, kind), scale, format)
 
         return by_format
+    if kind in NUMBERS:
+        raise ValueError(f"{kind} is no type of weights; convert the file")
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError as error:
