@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_ops.conformance.tensors import strided, with_holes
 from moe_ops.ops.experts_batched import LEFT_OUT
+from moe_ops.ops.experts_over_ranks import why_not_apart
 from moe_ops.registry.spec import OPS
 from moe_ops.testing import Case, make_layer
 
@@ -60,10 +61,12 @@ def sum_ranks(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
 
 
 def experts_batched(calls: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Calls of `experts` that have no map, each with all tokens in the batch of every expert."""
+    """Calls of `experts` that have no map, nor one scale of all tokens, each with all tokens in the
+    batch of every expert."""
     found = {}
     for name, given in calls.items():
-        if "expert_map" in given:
+        format, static = given.get("x_format"), given.get("x_scale") is not None
+        if "expert_map" in given or why_not_apart(format or "", static) is not None:
             continue
         x, E, scale = given["x_TD"], given["w13_EFD"].shape[0], given.get("x_scale_TG")
         batches = {

@@ -20,6 +20,7 @@ from moe_ops.checks.shapes import (
 from moe_ops.ops.dispatch import row_dtypes
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
+from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.registry.spec import op
 
 # Arguments of `experts` that batches have in another form, or not at all: a row has one expert.
@@ -86,6 +87,17 @@ def check(call: ExpertsBatchedCall) -> None:
         # It speaks of the tokens that the slots of an expert stand for.
         said = str(error).replace("x_TD", "x_EMD").replace("x_scale_TG", "x_scale_EMG")
         raise type(error)(said) from None
+    _check_scales_of_rows(call.layer)
+
+
+def _check_scales_of_rows(layer: ExpertsCall) -> None:
+    """Raise ValueError if one scale would be made of all slots."""
+    if layer.x_format and layer.x_scale is None and Format.of(layer.x_format).group == TENSOR:
+        raise ValueError(
+            f"x_format={layer.x_format!r} takes one scale from all slots, and those past a count "
+            "may hold anything; give a static scale (x_scale), or a format with a scale for each "
+            "row or group"
+        )
 
 
 def of_one(call: ExpertsBatchedCall, rows: int | None = None) -> ExpertsCall:
@@ -140,7 +152,8 @@ def experts_batched(call: ExpertsBatchedCall) -> Tensor:
     ones do) none are copied. counts_E: int32 [E]. expected: about how many rows an expert has, by
     which kernels are picked, and no result is; 0 if it is not known. Other arguments and their
     meaning are those of `experts`. Result [E, M, D] in x's dtype, or out_dtype. Raises ValueError
-    or TypeError for wrong shapes, dtypes, devices, formats or parameters.
+    or TypeError for wrong shapes, dtypes, devices, formats or parameters, and ValueError for an
+    x_format with a dynamic scale of all slots.
     """
     out_TD: Tensor = experts.part(in_rows(call))
     return out_TD.view(*call.batches.x_EMD.shape[:2], out_TD.shape[1])

@@ -104,6 +104,15 @@ def test_gradients_are_those_of_used_rows() -> None:
     assert not bool(given["w13_EFD"].grad[0].any())  # an expert without rows
 
 
+@pytest.mark.parametrize("scales", [1, E], ids=["one", "of_experts"])
+def test_static_scales_are_not_made_of_slots(scales: int) -> None:
+    given, x_EMD = weights_of("int8:row", "int8:tensor"), rows()
+    static = {"x_scale": torch.full((E,), 0.02), "h_scale": torch.full((E,), 0.01)}
+    some = {name: t[:scales] for name, t in static.items()}
+    got = experts_batched(poisoned(x_EMD), COUNTS, **given, **some)
+    assert_used(got, by_loop(x_EMD, given | static))
+
+
 def test_no_slots() -> None:
     out = experts_batched(torch.empty(E, 0, D), COUNTS * 0, **weights_of("", ""))
     assert out.shape == (E, 0, D)
@@ -121,6 +130,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "x_scale_EMG must have an axis of experts, one of their rows and one of groups, got (4, 6)",
     ),
     "no_codes": ({"x_scale_EMG": torch.ones(E, M, 1)}, ValueError, "x_scale_EMG and out_dtype go"),
+    "one_scale": (
+        weights_of("float8_e4m3fn:row", "float8_e4m3fn:tensor"), ValueError,
+        "x_format='float8_e4m3fn:tensor' takes one scale from all slots, and those past a",
+    ),
     "no_experts": (
         {"w13_EFD": LAYER.w13_EFD[:0], "w2_EDI": LAYER.w2_EDI[:0], "x_EMD": torch.zeros(0, M, D)},
         ValueError, "w13_EFD holds no expert",
