@@ -32,7 +32,7 @@ def slots_of(ids_GK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     known_GK = (ids_GK >= 0) & (ids_GK < experts)
     ids_GK = torch.where(known_GK, ids_GK, experts).long()
     # Of equal ids of a row the first one has a slot of its own.
-    first_GK = (ids_GK[:, :, None] == ids_GK[:, None, :]).int().argmax(2)
+    first_GK = _first(ids_GK)
     is_first = known_GK & (first_GK == torch.arange(K, device=device))
     key_N = torch.where(is_first, ids_GK, experts).flatten()
     order_N = key_N.argsort(stable=True)
@@ -45,14 +45,21 @@ def slots_of(ids_GK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return slot_GK.to(torch.int32), every_E[:experts].to(torch.int32)
 
 
+def _first(t_GK: Tensor) -> Tensor:
+    """The place [G, K] in its row of the first value like each one."""
+    return (t_GK[:, :, None] == t_GK[:, None, :]).int().argmax(2)
+
+
 def _placed(t_GD: Tensor, slot_GK: Tensor, experts: int) -> Tensor:
     """Rows in the slots of their pairs, [E, M, D]."""
-    (M, K), width = slot_GK.shape, t_GD.shape[1]
+    (M, K), width, device = slot_GK.shape, t_GD.shape[1], t_GD.device
     is_code = not t_GD.dtype.is_floating_point or t_GD.dtype.itemsize == 1
     rows = t_GD.contiguous().view(torch.uint8) if is_code and width else t_GD
-    token_N = torch.arange(M, device=t_GD.device).repeat_interleave(K)
-    # What goes nowhere goes behind the last slot.
-    to_N = torch.where(slot_GK >= 0, slot_GK, experts * M).flatten().long()
+    token_N = torch.arange(M, device=device).repeat_interleave(K)
+    # What goes nowhere goes behind the last slot, and so does a row that its slot has already: it
+    # would get the gradient of its slot once more.
+    goes_GK = (slot_GK >= 0) & (_first(slot_GK) == torch.arange(K, device=device))
+    to_N = torch.where(goes_GK, slot_GK, experts * M).flatten().long()
     room = rows.new_empty((experts * M + 1, rows.shape[1]))
     placed = room.index_copy(0, to_N, rows[token_N])[: experts * M]
     return (placed.view(t_GD.dtype) if is_code and width else placed).view(experts, M, width)
@@ -61,10 +68,11 @@ def _placed(t_GD: Tensor, slot_GK: Tensor, experts: int) -> Tensor:
 def from_batches(y_EMD: Tensor, weights_GK: Tensor, slot_GK: Tensor) -> Tensor:
     """y_GD: the weighted sum of what experts made of a row, in float32 and in the order of choices;
     0 of a row without any."""
-    y_RD, held_GK = y_EMD.flatten(0, 1), slot_GK >= 0
+    y_RD, held_GK1 = y_EMD.flatten(0, 1), (slot_GK >= 0)[..., None]
     rows_GKD = y_RD[slot_GK.clamp(min=0).long()].float()
-    weighed = rows_GKD * weights_GK.float()[..., None]
-    return torch.where(held_GK[..., None], weighed, 0).sum(1).to(y_EMD.dtype)
+    # Both are masked: what is unspecified in one would be in the gradient of the other.
+    weights_GK1 = torch.where(held_GK1, weights_GK.float()[..., None], 0)
+    return (torch.where(held_GK1, rows_GKD, 0) * weights_GK1).sum(1).to(y_EMD.dtype)
 
 
 def served(slot_GK: Tensor) -> Tensor:

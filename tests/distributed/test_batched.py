@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops import combine_tokens, dispatch_tokens, experts_batched, quantize
+from moe_ops import combine_tokens, dispatch_tokens, experts, experts_batched, quantize
 from moe_ops.testing import TOL, Tol, assert_close
 from tests.distributed.ranks import processes, results
 from tests.distributed.shares import SPREADS, Whole
@@ -159,3 +159,31 @@ def test_what_cannot_come_back(given: dict[str, Any], said: str) -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=re.escape(said)):
         combine_tokens(**{**call, **given})
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@torch.enable_grad()
+def test_gradients_of_pairs_that_go_nowhere_or_twice_to_an_expert(twice: bool) -> None:
+    """As of the layout of rows, with NaN in slots past a count."""
+    tables = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    ids = torch.tensor([[1, 2], [3, 3 if twice else 1], [-1, 2], [-1, 4]])
+    given = [torch.randn(4, 8), torch.rand(4, 2), torch.randn(4, 12, 8), torch.randn(4, 8, 6)]
+    nan, found = float("nan"), []
+    for layout in ("batched", "rows"):
+        x, weights, w13, w2 = (t.clone().requires_grad_() for t in given)
+        if layout == "rows":
+            out = experts(x, weights, ids, w13, w2)
+        else:
+            x_EMD, _, weights_GK, slot_GK, counts_E, splits_2R = dispatch_tokens(
+                x, weights, ids, *tables, 6, layout=layout, experts=4
+            )
+            unused_EM1 = (torch.arange(x_EMD.shape[1]) >= counts_E[:, None])[..., None]
+            y_EMD = experts_batched(x_EMD.masked_fill(unused_EM1, nan), counts_E, w13, w2)
+            out = combine_tokens(
+                y_EMD.masked_fill(unused_EM1, nan), ids, *tables, counts_E, splits_2R, 6,
+                layout=layout, weights_GK=weights_GK, slot_GK=slot_GK,
+            )  # fmt: skip
+        out.square().sum().backward()
+        found.append([t.grad for t in (x, weights, w13, w2)])
+    for got, want in zip(*found, strict=True):
+        assert_close(got, want, TOL["moe", torch.float32])
