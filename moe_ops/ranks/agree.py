@@ -139,8 +139,7 @@ def _headers(what: str, header: Tensor, group: Group, device: torch.device) -> T
     # A group may have a backend for each type of device.
     backends = torch.distributed.get_backend_config(found).split(",")
     if "cpu:gloo" not in backends:
-        on_cpu = any(backend.startswith("cpu:") for backend in backends)
-        gathered = all_gather(header if on_cpu else header.to(device), group)
+        gathered = all_gather(header.to(device_for(backends, device)), group)
         return gathered.cpu().view(group.size, HEADER)
     headers_RB = header.repeat(group.size, 1)
     works: list[tuple[int, Any]] = []  # kept: what is dropped before it is done may never be sent
@@ -161,6 +160,15 @@ def _headers(what: str, header: Tensor, group: Group, device: torch.device) -> T
             f"stuck; make the group anew ({str(first).strip().splitlines()[0]})"
         ) from first
     return headers_RB
+
+
+def device_for(backends: Sequence[str], device: torch.device) -> torch.device:
+    """Where a group with backends such as "cuda:nccl" takes a header of a rank whose tensors are on
+    a device; a rank that has none, as it refuses, says the CPU."""
+    types = [backend.partition(":")[0] for backend in backends]
+    if "cpu" in types:
+        return CPU
+    return device if device.type in types else torch.device(types[0])
 
 
 @contextmanager

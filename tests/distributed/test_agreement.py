@@ -20,7 +20,7 @@ from moe_ops.ops.activate import Activation
 from moe_ops.ops.experts import experts
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant.config import QuantConfig
-from moe_ops.ranks.agree import most_tokens
+from moe_ops.ranks.agree import device_for, most_tokens
 from tests.distributed.ranks import meet, processes, results, threads
 
 E, D = 4, 8
@@ -344,3 +344,17 @@ def test_slots_of_a_ranks_own_experts_may_differ() -> None:
 def test_what_ranks_cannot_compare_is_refused(alike: str) -> None:
     with pytest.raises(ValueError, match="alike must be a JSON object of at most 512 bytes"):
         dispatch_tokens(*tokens(2), *TABLES, 4, alike=alike)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "taken"),
+    [
+        ("cuda:nccl", "cpu", "cuda"), ("cuda:nccl", "cuda:1", "cuda:1"),
+        ("cuda:nccl,cpu:mpi", "cuda:1", "cpu"), ("cpu:mpi", "cpu", "cpu"),
+    ],
+)  # fmt: skip
+def test_what_ranks_say_lies_where_their_group_takes_it(
+    backends: str, device: str, taken: str
+) -> None:
+    """Also of a rank that has no layers, and so knows no device."""
+    assert device_for(backends.split(","), torch.device(device)) == torch.device(taken)
