@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moe_ops.checks.options import check_type
 from moe_ops.layer.module import MoELayer
 from moe_ops.parallel.load_balance import imbalance_of
-from moe_ops.ranks.agree import said_by_all
+from moe_ops.ranks.agree import CPU, said_together
 from moe_ops.ranks.groups import Group, all_gather
 
 Layers = nn.Module | Mapping[str, MoELayer] | Sequence[MoELayer]
@@ -76,12 +76,18 @@ def model_loads(layers: Layers, group: str = "") -> ModelLoads:
     calls it between the same two steps, and the host waits for the device. Tokens that several
     ranks are given count once.
 
-    Raises ValueError for layers that count nothing, have other numbers of experts than each other,
-    are shards here and whole experts there, are given twice, or are not shared by this group;
-    RuntimeError, naming the ranks, where ranks do not answer, have other layers, or take experts to
-    be elsewhere.
+    Raises, on every rank, TypeError or ValueError for layers that count nothing, have no memory,
+    have other numbers of experts than each other, are shards here and whole experts there, are
+    given twice, or are not shared by this group; RuntimeError, naming the ranks, where ranks do not
+    answer, have other layers, or take experts to be elsewhere.
     """
-    return gathered(named_layers(layers), Group.of(group))
+    ranks, found = Group.of(group), dict[str, MoELayer]()
+    try:
+        found = named_layers(layers)
+        check_shared(found, ranks)
+    except (TypeError, ValueError) as error:
+        said_together("model_loads", {}, ranks, error, device=device_of([*found.values()]))
+    return gathered(found, ranks)
 
 
 def named_layers(layers: Layers) -> dict[str, MoELayer]:
@@ -98,6 +104,11 @@ def named_layers(layers: Layers) -> dict[str, MoELayer]:
         check_type(f"layer {name!r}", m, MoELayer, "a MoELayer")
         if m.loads is None:
             raise ValueError(f"layer {name!r} counts no loads; make it with balanced=True")
+        if m.loads.is_meta:
+            raise ValueError(
+                f"layer {name!r} is on the meta device; give it memory first: "
+                "layer.to_empty(device=...), then layer.reset_parameters()"
+            )
     if not found:
         raise ValueError("there is no MoELayer that counts loads; make some with balanced=True")
     if len({(m.num_experts, m.placement.sizes) for m in found.values()}) != 1:
@@ -123,14 +134,13 @@ def check_shared(layers: Mapping[str, MoELayer], group: Group) -> None:
 
 
 def gathered(layers: Mapping[str, MoELayer], group: Group) -> ModelLoads:
-    """`model_loads` of named layers. Raises as it does."""
-    check_shared(layers, group)
+    """`model_loads` of named layers that the ranks of the group share. Raises as it does."""
     first = next(iter(layers.values()))
     E, P, R = first.num_experts, first.placement.num_physical, group.size
     sharers = [_sharers(m) for m in layers.values()]
     device = first.w13_weight.device  # that of others may be another one
     said = {"layers": len(layers), "E": E, "P": P, "sharers": sum(sharers)}
-    said_by_all("model_loads", said, group, device=device)
+    said_together("model_loads", said, group, None, device=device)
     mine = [torch.cat(_counted(m)).to(device) for m in layers.values()]
     every_RLN = all_gather(torch.stack(mine)[None], group).cpu()
     logical_RLE, physical_RLP, experts_RLP = every_RLN.split((E, P, P), -1)
@@ -148,6 +158,11 @@ def gathered(layers: Mapping[str, MoELayer], group: Group) -> ModelLoads:
         experts_LP=experts_RLP[0],
         slots=first.placement.sizes,
     )
+
+
+def device_of(layers: Sequence[Any]) -> torch.device:
+    """Where the layers are, if these are some."""
+    return next((m.w13_weight.device for m in layers if isinstance(m, MoELayer)), CPU)
 
 
 def count_anew(layers: Sequence[MoELayer]) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ops.checks.options import check_type
-from moe_ops.layer.loads import count_anew, gathered
+from moe_ops.layer.loads import check_shared, count_anew, device_of, gathered
 from moe_ops.layer.module import MoELayer
 from moe_ops.parallel.load_balance import Rebalanced, check_threshold, rebalance
 from moe_ops.parallel.over_ranks import move_over_ranks
 from moe_ops.parallel.replicas import ExpertReplicas
-from moe_ops.ranks.agree import CPU, said_together
+from moe_ops.ranks.agree import said_together
 from moe_ops.ranks.groups import Group
 
 
@@ -41,9 +40,10 @@ def rebalance_layers(
     ranks = Group.of(group)
     try:
         check_layers(layers, group, nodes)
+        check_shared({str(i): layer for i, layer in enumerate(layers)}, ranks)
         check_threshold(threshold)
     except (TypeError, ValueError) as error:
-        said_together("rebalance_layers", {}, ranks, error, device=_device_of(layers))
+        said_together("rebalance_layers", {}, ranks, error, device=device_of(layers))
     agree_on(layers, group, nodes, threshold)
     found = gathered({str(i): layer for i, layer in enumerate(layers)}, ranks)
     return rebalance_by(layers, group, found.logical_LE, found.experts_LP, nodes, threshold)
@@ -81,12 +81,7 @@ def agree_on(layers: Sequence[MoELayer], group: str, nodes: int, threshold: floa
         "shared": first.placement.shared, "groups": first.routing.n_group, "nodes": nodes,
         "own": sum(layer.exchange is not None for layer in layers), "threshold": threshold,
     }  # fmt: skip
-    said_together("rebalance_layers", said, Group.of(group), None, device=_device_of(layers))
-
-
-def _device_of(layers: Sequence[Any]) -> torch.device:
-    """Where the layers are, if these are some."""
-    return next((m.w13_weight.device for m in layers if isinstance(m, MoELayer)), CPU)
+    said_together("rebalance_layers", said, Group.of(group), None, device=device_of(layers))
 
 
 def rebalance_by(

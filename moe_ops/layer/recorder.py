@@ -17,13 +17,14 @@ from moe_ops.layer.loads import (
     ModelLoads,
     check_shared,
     count_anew,
+    device_of,
     gathered,
     named_layers,
 )
 from moe_ops.layer.module import MoELayer
 from moe_ops.layer.rebalance import agree_on, check_layers, rebalance_by
 from moe_ops.parallel.load_balance import Rebalanced, check_threshold
-from moe_ops.ranks.agree import CPU, said_by_all, said_together
+from moe_ops.ranks.agree import said_by_all, said_together
 from moe_ops.ranks.groups import Group
 
 
@@ -60,13 +61,13 @@ class LoadRecorder:
             recorder.step()
 
     Every rank of the group makes one, and calls `step` after each of the same steps. A step that is
-    no sample does nothing but count. A sample is what was counted since the one before: all ranks
-    read their counters, which makes the host wait for the device, and set them to zero. It is
-    `last`, and the first rank appends it to `path` as a line of JSON: that of `ModelLoads.as_json`
-    with the first and the last step of it, and, where layers were rebalanced after it, their
-    imbalance before and after and the number of experts that moved. A rebalancing decides by the
-    sum of the samples since the one before, and takes a sample itself, so that in each an expert
-    lies in one place.
+    no sample does nothing but count. A sample is what was counted since the one before, the first
+    also what was counted before the recorder was made: all ranks read their counters, which makes
+    the host wait for the device, and set them to zero. It is `last`, and the first rank appends it
+    to `path` as a line of JSON: that of `ModelLoads.as_json` with the first and the last step of
+    it, and, where layers were rebalanced after it, their imbalance before and after and the number
+    of experts that moved. A rebalancing decides by the sum of the samples since the one before, and
+    takes a sample itself, so that in each an expert lies in one place.
 
     layers, group: as of `model_loads`, and, with rebalancing, of `rebalance_layers`. Raises
     ValueError or TypeError for arguments that do not fit and OSError for a path that cannot be
@@ -116,14 +117,11 @@ class LoadRecorder:
             "every": self._every, "interval": None if how is None else how.interval,
             "layers": len(self.layers),
         }  # fmt: skip
-        said_together("LoadRecorder", said, self._group, refusal, device=self._device)
+        said_together(
+            "LoadRecorder", said, self._group, refusal, device=device_of([*self.layers.values()])
+        )
         if how is not None:
             agree_on([*self.layers.values()], self._group.name, how.nodes, how.threshold)
-
-    @property
-    def _device(self) -> torch.device:
-        """Where the layers are, if there are any."""
-        return next((m.w13_weight.device for m in self.layers.values()), CPU)
 
     @torch.no_grad()
     def step(self) -> Rebalanced | None:
@@ -141,7 +139,9 @@ class LoadRecorder:
             return None
         check_shared(self.layers, self._group)
         steps = {"first_step": self._sampled + 1, "last_step": self._step}
-        said_by_all("LoadRecorder.step", steps, self._group, device=self._device)
+        said_by_all(
+            "LoadRecorder.step", steps, self._group, device=device_of([*self.layers.values()])
+        )
         sample = self.last = gathered(self.layers, self._group)
         self._sampled = self._step
         before_LE = self._window_LE

@@ -261,6 +261,32 @@ def test_what_one_rank_cannot_rebalance_every_rank_refuses(threshold: float, tex
     assert text in str(first) and text in str(second)
 
 
+def viewed(rank: int, world: str, wrong: str) -> None:
+    model = make(rank, world, "own", 2)
+    if rank == 0 and wrong == "uncounted":
+        model = nn.ModuleList([MoELayer(E, K, D, 12)])
+    if rank == 0 and wrong == "another_group":
+        model = nn.ModuleList([MoELayer(E, K, D, 12, balanced=True)])
+    if rank == 0 and wrong == "no_memory":
+        model = model.to("meta")
+    model_loads(model, world)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("uncounted", "there is no MoELayer that counts loads"),
+        ("another_group", "which this is 0; give the group of the ranks that share the layer"),
+        ("no_memory", "layer '0' is on the meta device; give it memory first"),
+    ],
+)
+def test_what_one_rank_cannot_view_every_rank_refuses(wrong: str, text: str) -> None:
+    first, second = threads(2, viewed, wrong)
+    assert isinstance(first, ValueError) and isinstance(second, ValueError)
+    assert "moe_ops.model_loads: rank 0 of" in str(second)
+    assert text in str(first) and text in str(second)
+
+
 def shards_and_whole(rank: int, world: str) -> None:
     model_loads([make(rank, world, kind, 2)[0] for kind in ("own", "shards")], world)
 
