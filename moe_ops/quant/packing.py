@@ -47,9 +47,13 @@ def encode(x: Tensor, element: str) -> Tensor:
 
     Codes are torch.float8_* or torch.int8 for the elements of these names, else torch.uint8: sign,
     exponent and mantissa bits of float4 and float6 (MX 1.0, section 5.3), the value + 8 of int4,
-    the value of uint4 and uint8. Raises ValueError for an unknown element.
+    the value of uint4 and uint8. Of blocks, bytes [..., n * units] of values [..., n * values].
+    Raises ValueError for an unknown element, and for values that do not fill its blocks.
     """
-    return element_of(element).encode(x.float())
+    found = element_of(element)
+    if found.storage.block:
+        _check_multiple(x, element, found.storage.values, "values", "pad the columns")
+    return found.encode(x.float())
 
 
 def decode(codes: Tensor, element: str) -> Tensor:

@@ -58,6 +58,14 @@ def test_what_is_no_number_is_seen(format: str, bad: float) -> None:
     assert bool(got[0, :64].isnan().all())
 
 
+@pytest.mark.parametrize("width", [1, 192, 320])
+@pytest.mark.parametrize("format", K_FORMATS)
+def test_values_that_fill_no_blocks_are_refused(format: str, width: int) -> None:
+    said = rf"{format} wants values in multiples of 256 on the last axis, got shape \(2, {width}\)"
+    with pytest.raises(ValueError, match=said):
+        packing.quantize(torch.ones(2, width), Format.of(format))
+
+
 @each_format
 def test_a_layer_is_refused_by_its_width(format: str) -> None:
     values = Format.of(format).parsed.storage.values
