@@ -81,6 +81,8 @@ def check(call: ExpertsBatchedCall) -> None:
             f"x_scale_EMG must have an axis of experts, one of their rows and one of groups, got "
             f"{tuple(b.x_scale_EMG.shape)}; QuantConfig.batched_scale_shape says how long they are"
         )
+    if b.x_scale_EMG is not None:
+        check_size("x_scale_EMG", b.x_scale_EMG, 0, E, "the experts of w13_EFD")
     try:
         check_experts(of_one(call))
     except (TypeError, ValueError) as error:

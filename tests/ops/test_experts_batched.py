@@ -129,6 +129,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"x_scale_EMG": torch.ones(E, M)}, ValueError,
         "x_scale_EMG must have an axis of experts, one of their rows and one of groups, got (4, 6)",
     ),
+    "scales_of_fewer_experts": (
+        {"x_scale_EMG": torch.ones(E - 1, M, 1)}, ValueError,
+        "x_scale_EMG must have 4 (the experts of w13_EFD) on axis 0, got shape (3, 6, 1)",
+    ),
     "no_codes": ({"x_scale_EMG": torch.ones(E, M, 1)}, ValueError, "x_scale_EMG and out_dtype go"),
     "one_scale": (
         weights_of("float8_e4m3fn:row", "float8_e4m3fn:tensor"), ValueError,
