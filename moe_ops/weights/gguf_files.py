@@ -66,14 +66,18 @@ def entries(file: Path) -> Iterator[Stored]:
 def gguf_formats(source: str | Path | Iterable[str | Path]) -> dict[str, QuantConfig | None]:
     """The `quant` of every MoE layer of GGUF files, by its prefix ("blk.3"), to make it with.
 
-    None where the experts' tensors are floating-point, of several types, or of a type that no
-    format holds exactly, such as Q5_0: they are decoded to the layer's dtype. Reads no tensor.
-    Raises ValueError for what is no GGUF file.
+    source: a folder with *.gguf, a file, or several, as `load_checkpoint` takes them. None where
+    the experts' tensors are floating-point, of several types, or of a type that no format holds
+    exactly, such as Q5_0: they are decoded to the layer's dtype. Reads no tensor. Raises ValueError for what is no GGUF file, and FileNotFoundError for a folder without one.
     """
-    files = [source] if isinstance(source, (str, Path)) else list(source)
+    files = [Path(file) for file in ([source] if isinstance(source, (str, Path)) else source)]
+    if len(files) == 1 and files[0].is_dir():
+        files = sorted(files[0].glob("*.gguf"))
+        if not files:
+            raise FileNotFoundError(f"no GGUF files in {source}; give a folder with some, or files")
     kinds: dict[str, set[str]] = {}
     for file in files:
-        for tensor in _tensors(Path(file)):
+        for tensor in _tensors(file):
             found = EXPERTS.fullmatch(tensor.name)
             if found:
                 kinds.setdefault(found["prefix"], set()).add(tensor.type.name)

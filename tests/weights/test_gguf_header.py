@@ -117,3 +117,12 @@ def test_what_nobody_decodes_is_no_matter_of_a_package(
     write_gguf(file, written() | {name: Written(kind, right.shape, raw)})
     with pytest.raises(ValueError, match=rf"{kind} is no type of weights; convert the .*{name}"):
         load(layer(), file)
+
+
+def test_formats_of_a_folder_are_those_of_its_files(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no GGUF files in .*; give a folder with some"):
+        gguf_formats(tmp_path)
+    for layer in range(2):
+        names = {name.replace(PREFIX, f"blk.{layer}"): t for name, t in written().items()}
+        write_gguf(tmp_path / f"model-0000{layer + 1}-of-00002.gguf", names)
+    assert gguf_formats(tmp_path) == gguf_formats(str(tmp_path)) == {"blk.0": None, "blk.1": None}
