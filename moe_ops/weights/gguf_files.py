@@ -68,7 +68,8 @@ def gguf_formats(source: str | Path | Iterable[str | Path]) -> dict[str, QuantCo
 
     source: a folder with *.gguf, a file, or several, as `load_checkpoint` takes them. None where
     the experts' tensors are floating-point, of several types, or of a type that no format holds
-    exactly, such as Q5_0: they are decoded to the layer's dtype. Reads no tensor. Raises ValueError for what is no GGUF file, and FileNotFoundError for a folder without one.
+    exactly, such as Q5_0: they are decoded to the layer's dtype. Reads no tensor. Raises
+    ValueError for what is no GGUF file, and FileNotFoundError for a folder without one.
     """
     files = [Path(file) for file in ([source] if isinstance(source, (str, Path)) else source)]
     if len(files) == 1 and files[0].is_dir():
@@ -105,6 +106,7 @@ def coding_of_type(kind: str) -> Coding:
         scale=Matrix(columns=Axis(place=1, elements=size), convert=scale),
         formats=() if known is None else (known,),
         decodes=True,
+        told_by="gguf_formats",
         scale_of_blocks=partial(_scale_of_blocks, kind=kind) if kind in K_QUANTS else None,
     )
 

@@ -91,7 +91,8 @@ class Coding:
     `stored`: the dtype of integer codes; `plain_names`: they are called as weights in floats are.
     `block`: what shares a scale in float8 matrices, if the checkpoint says it; a layer's blocks may
     have fewer rows, so that gate and up have none in common. `scale_of_blocks`: of blocks that hold
-    their own scales, what makes the one that a layer has above them.
+    their own scales, what makes the one that a layer has above them. `told_by`: the function that
+    says which formats the layers of such files have, if there is one.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Coding:
     plain_names: bool = False
     block: Block = None
     scale_of_blocks: Callable[[Tensor], Tensor] | None = None
+    told_by: str = ""
 
     def matrix(self, part: str, format: Format | None) -> Matrix:
         """The layout of weight, scale or zero of a layer of this format (None: not quantised).
@@ -117,8 +119,8 @@ class Coding:
             raise advising(
                 ValueError,
                 f"{self.name} {held}, but the layer has {format.name}",
-                f"give the layer {'that' if self.formats else 'none (quant=None)'}, as "
-                "`gguf_formats` says",
+                f"give the layer {'that' if self.formats else 'none (quant=None)'}"
+                + f", as `{self.told_by}` says" * bool(self.told_by),
             )
         if part != "weight":
             return self.scale if part == "scale" else self.zero
