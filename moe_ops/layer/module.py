@@ -363,6 +363,10 @@ class MoELayer(HoldsExperts, HoldsCodes):
         """The names of what casts and loads do not convert: codes, and scales that go with them."""
         return () if self.quant is None else CODED
 
+    def coded_as(self) -> str:
+        """The format of the weights; "" if they are floats."""
+        return "" if self.quant is None else self.quant.format.name
+
     def expert_tensors(self) -> dict[str, Tensor]:
         """The tensors with one entry per slot on axis 0, by name: what moves with an expert."""
         names, quant = [*PER_EXPERT], self.quant

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_ops.layer import MoELayer
 from moe_ops.layer.options import Routing
@@ -94,6 +95,28 @@ def test_scales_of_another_dtype_are_refused() -> None:
         RuntimeError, match=r"w13_scale is torch\.float32 .* but torch\.bfloat16 in"
     ):
         layer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "nested"])
+@pytest.mark.parametrize(("given", "own"), [("int4:1x64", "nf4"), ("nf4", "int4:1x64")])
+def test_codes_of_a_format_with_the_same_shapes_are_refused(
+    given: str, own: str, nested: bool
+) -> None:
+    pair = [layer_of(QuantConfig(weights=format), intermediate_size=128) for format in (given, own)]
+    saved, held = (nn.Sequential(layer) if nested else layer for layer in pair)
+    before, file = coded(pair[1]), io.BytesIO()
+    torch.save(saved.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    name = "0." if nested else "MoELayer"
+    said = rf"{name} has codes of {given} in the state dict, but of {own} in this MoELayer, .*load"
+    with pytest.raises(RuntimeError, match=said):
+        held.load_state_dict(state, strict=False)
+    assert all(torch.equal(before[n], t) for n, t in coded(pair[1]).items())
+    for code in [n for n in state if n.rpartition(".")[2] in before]:
+        del state[code]
+    held.load_state_dict(state, strict=False)  # what is left has no format
+    assert torch.equal(pair[1].gate.weight, pair[0].gate.weight)
 
 
 def test_a_state_dict_of_the_same_format_loads_in_16_and_in_32_bits() -> None:
