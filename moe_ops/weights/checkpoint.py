@@ -252,7 +252,8 @@ class Loading:
         )
         keys = [(entry.parameter, e, shard) for e in experts for shard in shards]
         if any(key in record.seen for key in keys):
-            self.twice.append(name)
+            if count:
+                self.twice.append(name)
             return
         shared = layer.replicas is not None if part == "g_idx" else one_input_scale(layer)
         here, every = False, part in ("g_idx", "input") and shared

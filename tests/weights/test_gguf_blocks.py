@@ -137,6 +137,19 @@ def test_a_scale_that_is_no_number_is_refused_before_a_weight_is_changed(
     assert all(torch.equal(before[n], t) for n, t in layer.state_dict().items())
 
 
+def test_what_comes_twice_is_told_once(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    want = write(file, dict.fromkeys(SHAPES, "Q4_K"))
+    again = tmp_path / "again.gguf"
+    name = f"{PREFIX}.ffn_down_exps.weight"
+    raw = any_ggml("Q4_K", E * D, I, seed=9)
+    write_gguf(again, {name: Written("Q4_K", SHAPES["ffn_down_exps"], raw.tobytes())})
+    layer = layer_of(gguf_formats(file)[PREFIX])
+    report = load_checkpoint({PREFIX: layer}, [file, again], style="gguf", progress=False)
+    assert not report.complete and list(report.twice) == [name]
+    assert torch.equal(held(layer, "w2"), want["ffn_down_exps"])
+
+
 def test_a_layer_of_another_format_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     write(file, dict.fromkeys(SHAPES, "Q4_K"))
