@@ -105,11 +105,20 @@ inline Floats exp(Floats x) {
   return p * (Floats)((Words)(half + 127) << 23) * (Floats)((Words)(n - half + 127) << 23);
 }
 
-inline float sum(const Floats& v) {
+// Inlined, as a call takes its argument through memory.
+__attribute__((always_inline)) inline float sum(const Floats& v) {
   typedef float F32x4 __attribute__((vector_size(16)));
   constexpr int parts = kVectorBytes / 16;
   F32x4 part[parts];
+#if defined(__AVX512F__) && !defined(MOE_AT_MOST_AVX2)
+  // Compilers would take them through memory.
+  part[0] = (F32x4)_mm512_castps512_ps128((__m512)v);
+  part[1] = (F32x4)_mm512_extractf32x4_ps((__m512)v, 1);
+  part[2] = (F32x4)_mm512_extractf32x4_ps((__m512)v, 2);
+  part[3] = (F32x4)_mm512_extractf32x4_ps((__m512)v, 3);
+#else
   std::memcpy(part, &v, kVectorBytes);
+#endif
   for (int n = parts / 2; n > 0; n /= 2)
     for (int i = 0; i < n; ++i) part[i] += part[i + n];
   return (part[0][0] + part[0][1]) + (part[0][2] + part[0][3]);
