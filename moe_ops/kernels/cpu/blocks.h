@@ -3,7 +3,8 @@
 //
 // A block is two steps with AVX-512, whose lanes have eight adjacent columns each, elsewhere as many as it has groups,
 // with the even columns of a group before the odd ones, as codes are two in a byte. Decoders of blocks are given a
-// block and which of its steps they decode. Scales and minima are taken out of it ahead of the codes (weights.h).
+// block and which of its steps they decode. Scales and minima are taken out of it in registers (`Factors`), not ahead of
+// a row's products: in short rows of codes that took as long as the codes.
 //
 // Compiled after codes.h, in front of inputs.h.
 
@@ -45,6 +46,12 @@ struct Normal4 {
 
 constexpr int kBlock = 256;
 
+// What a block says beside codes, times the scale above it: the scales of its groups, of which those of Minima have
+// eight, and behind these their minima.
+struct Factors {
+  alignas(64) float all[16];
+};
+
 // The eight scales and the eight minima of a block that begins with d, d_min and 12 bytes of these, as bytes.
 #if defined(MOE_AVX512) || defined(MOE_AVX2)
 inline __m128i sixes_of(const uint8_t* p) {
@@ -73,27 +80,26 @@ template <int Bits> struct Minima {
   static constexpr int kLow = 16, kAbove = kLow + kBlock / 2, kOffset = 0;  // where codes are, and what they begin with
   static constexpr bool kZero = false;
   static float value(int code) { return float(code); }
-  // The scales of a block's groups, and their minima, times one more scale.
-  static void factors(const uint8_t* p, float scale, float* scales, float* minima) {
+  static Factors factors(const uint8_t* p, float above) {
+    Factors f;
 #if defined(MOE_AVX512)
     const __m512i eights = _mm512_set_epi32(1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0);
-    const __m128 halves = _mm_mul_ps(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)), _mm_set1_ps(scale));
+    const __m128 halves = _mm_mul_ps(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)p)), _mm_set1_ps(above));
     const __m512 both = _mm512_permutexvar_ps(eights, _mm512_castps128_ps512(halves));
-    const __m512 all = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixes_of(p))), both);
-    _mm256_storeu_ps(scales, _mm512_castps512_ps256(all));
-    _mm256_storeu_ps(minima, _mm512_extractf32x8_ps(all, 1));
+    _mm512_store_ps(f.all, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(sixes_of(p))), both));
 #elif defined(MOE_AVX2)
     const __m128i sixes = sixes_of(p);
     const __m256 first = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(sixes));
     const __m256 last = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(sixes, 8)));
-    _mm256_storeu_ps(scales, _mm256_mul_ps(first, _mm256_set1_ps(half_at(p) * scale)));
-    _mm256_storeu_ps(minima, _mm256_mul_ps(last, _mm256_set1_ps(half_at(p + 2) * scale)));
+    _mm256_store_ps(f.all, _mm256_mul_ps(first, _mm256_set1_ps(half_at(p) * above)));
+    _mm256_store_ps(f.all + 8, _mm256_mul_ps(last, _mm256_set1_ps(half_at(p + 2) * above)));
 #else
     uint8_t bytes[16];
     sixes_of(p, bytes);
-    const float d = half_at(p) * scale, d_min = half_at(p + 2) * scale;
-    for (int i = 0; i < 8; ++i) scales[i] = d * float(bytes[i]), minima[i] = d_min * float(bytes[8 + i]);
+    const float d[2] = {half_at(p) * above, half_at(p + 2) * above};
+    for (int i = 0; i < 16; ++i) f.all[i] = d[i / 8] * float(bytes[i]);
 #endif
+    return f;
   }
 };
 typedef Minima<4> Q4K;
@@ -105,14 +111,16 @@ struct Q6K {
   static constexpr int kLow = 0, kAbove = kBlock / 2, kOffset = 32, kScales = kAbove + kBlock / 4;
   static constexpr bool kZero = false;
   static float value(int code) { return float(code - 32); }
-  static void factors(const uint8_t* p, float scale, float* scales, float*) {
-    const float d = half_at(p + kScales + 16) * scale;
+  static Factors factors(const uint8_t* p, float above) {
+    const float d = half_at(p + kScales + 16) * above;
+    Factors f;
 #if defined(MOE_AVX512)
-    const __m512i all = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + kScales)));
-    _mm512_storeu_ps(scales, _mm512_mul_ps(_mm512_cvtepi32_ps(all), _mm512_set1_ps(d)));
+    const __m512i scales = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(p + kScales)));
+    _mm512_store_ps(f.all, _mm512_mul_ps(_mm512_cvtepi32_ps(scales), _mm512_set1_ps(d)));
 #else
-    for (int i = 0; i < 16; ++i) scales[i] = d * float(int8_t(p[kScales + i]));
+    for (int i = 0; i < 16; ++i) f.all[i] = d * float(int8_t(p[kScales + i]));
 #endif
+    return f;
   }
 };
 
@@ -201,9 +209,11 @@ template <typename Element> struct BlockDecoder<Element, Bf16Math> {
                       _mm512_load_si512(kValues<Element>.halves + (kAboveBits == 2 ? 32 : 0))};
   static int column(int place) { return 4 * (place % 32) + place / 32; }
   void operator()(const uint8_t* block, int part, __m512bh* out) const {
-    const __m512i low = _mm512_loadu_si512(block + Element::kLow + 64 * part), above = above_of(block, part);
+    __m512i low = _mm512_loadu_si512(block + Element::kLow + 64 * part);
+    const __m512i above = above_of(block, part);
     MOE_UNROLL for (int r = 0; r < kRegisters; ++r) {
-      __m512i code = _mm512_srli_epi16(low, 4 * r);
+      __m512i code = low;
+      low = _mm512_srli_epi16(low, 4);  // by one step: compilers read memory again for each of several
       if constexpr (kAboveBits > 0) {
         const int left = 4 - kAboveBits * r;
         const __m512i moved = left > 0 ? _mm512_slli_epi16(above, left) : _mm512_srli_epi16(above, -left);

@@ -77,20 +77,38 @@ template <Span span, bool scaled, typename W> bool decode_row(const W& w, const 
     const int64_t first = span == kGroups ? s * w.span_groups : s;
     const Floats one = Floats{} + 1.0f, scale = scaled ? w.spread.template of<span>(row.scale + first) : one;
     Floats zero = {};
-    if constexpr (W::kSums) zero = w.spread.template of<span>(row.zero + first);
+    if constexpr (W::Element::kZero) zero = w.spread.template of<span>(row.zero + first);
     for (const int64_t end = std::min(at + steps, w.steps); at < end; ++at) {
       typename Math::Register numbers[W::Decode::kRegisters];
       __builtin_prefetch(row.codes + at * W::kBytes + kPrefetchBytes);
-      if (at < w.full_steps) W::decode(decode, row.codes, at, numbers);
-      else W::decode(decode, row.tail, 0, numbers);
+      decode(at < w.full_steps ? row.codes + at * W::kBytes : row.tail, numbers);
       MOE_UNROLL for (int r = 0; r < W::Decode::kRegisters; ++r) {
-        if constexpr (W::kMinima) numbers[r] = Math::lowered(numbers[r], scale, zero);
-        else if constexpr (scaled || W::Element::kZero) numbers[r] = Math::scaled(numbers[r], zero, scale);
+        if constexpr (scaled || W::Element::kZero) numbers[r] = Math::scaled(numbers[r], zero, scale);
         std::memcpy(to + at * W::kStep + r * Math::kWidth, &numbers[r], sizeof numbers[r]);
       }
     }
   }
   return decode.any_nan();
+}
+
+// The numbers of a row of blocks, with their scales and minima in them.
+template <typename W> void decode_blocks(const W& w, const Row& row, typename W::X* to) {
+  typedef typename W::Math Math;
+  typename W::Decode decode;
+  const uint8_t* block = row.codes;
+  for (int64_t b = 0; b < w.columns / kBlock; ++b, block += W::Element::kBlockBytes) {
+    for (int line = 0; line < W::Element::kBlockBytes; line += 64) __builtin_prefetch(block + kPrefetchBytes + line);
+    const Factors factors = W::Element::factors(block, row.scale[0]);
+    MOE_UNROLL for (int part = 0; part < W::kParts; ++part, to += W::kStep) {
+      typename Math::Register numbers[W::Decode::kRegisters];
+      decode(block, part, numbers);
+      const Floats scale = w.scale_of(factors, part), least = w.least_of(factors, part);
+      MOE_UNROLL for (int r = 0; r < W::Decode::kRegisters; ++r) {
+        numbers[r] = Math::lowered(numbers[r], scale, least);
+        std::memcpy(to + r * Math::kWidth, &numbers[r], sizeof numbers[r]);
+      }
+    }
+  }
 }
 
 // The panel that a thread multiplies with, of one weight at a time.
@@ -148,11 +166,16 @@ template <typename W> class Panel {
   }
 
   bool decode(const Row& row, X* to) const {
-    if (by_sections_) return decode_row<kSteps, false>(w_, row, to);
-    if constexpr (W::kStep > kLeastGroup) {
-      if (w_.span_groups > 1) return decode_row<kGroups, true>(w_, row, to);
+    if constexpr (W::kBlocks) {
+      decode_blocks(w_, row, to);
+      return false;
+    } else {
+      if (by_sections_) return decode_row<kSteps, false>(w_, row, to);
+      if constexpr (W::kStep > kLeastGroup) {
+        if (w_.span_groups > 1) return decode_row<kGroups, true>(w_, row, to);
+      }
+      return decode_row<kSteps, true>(w_, row, to);
     }
-    return decode_row<kSteps, true>(w_, row, to);
   }
 
   template <int Tokens, typename Source, typename Body>

@@ -51,6 +51,19 @@ void block_of_integers(const W& w, const Row& row, const Tile<typename W::X>& ti
   }
 }
 
+// dots[t] of the sums of lanes.
+template <int Tokens, typename W>
+void finish(const W& w, const Row& row, const Tile<typename W::X>& tile, bool any_nan, const Floats* total, float* dots) {
+  for (int t = 0; t < Tokens; ++t) {
+    dots[t] = sum(total[t]) * W::Decode::kFactor;
+    // Asked of what became infinite alone: to look at every scale takes 5 % longer.
+    if (any_nan || (std::isinf(dots[t]) && w.any_infinite(row))) dots[t] = NAN;
+    if constexpr (W::Codes::kQuantized) {
+      if (!tile.grouped) dots[t] *= tile.scales[t][0];
+    }
+  }
+}
+
 // dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers. `differences`: zero points and minima are
 // subtracted from codes, not from sums.
 template <Span span, int Tokens, bool differences = false, typename W>
@@ -58,25 +71,21 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   typedef typename W::Math Math;
   constexpr int registers = W::Decode::kRegisters;
   // Independent sums, so that a product need not wait for the one before; those of other spans are independent.
-  constexpr int chains = !W::kBlocks && (span == kSteps || Tokens <= 2) ? 2 : 1;
+  constexpr int chains = span == kSteps || Tokens <= 2 ? 2 : 1;
   typename W::Decode decode;
-  constexpr bool sums_have_zero = W::Element::kZero && !differences, scaled = differences && W::kMinima;
-  Floats total[Tokens] = {}, part[Tokens][chains], zero = {}, factor = {};
+  constexpr bool sums_have_zero = W::Element::kZero && !differences;
+  Floats total[Tokens] = {}, part[Tokens][chains], zero = {};
 
   const auto first_group = [&](int64_t s) { return span == kGroups ? s * w.span_groups : s; };
   const auto begin = [&](int64_t s) __attribute__((always_inline)) {
     MOE_UNROLL for (int t = 0; t < Tokens; ++t)
       MOE_UNROLL for (int c = 0; c < chains; ++c) part[t][c] = Floats{};
     if constexpr (differences) zero = w.spread.template of<span>(row.zero + first_group(s));
-    if constexpr (scaled) factor = w.spread.template of<span>(row.scale + first_group(s));
   };
-  // `here`: which step of the codes that are given, of which a row has the last one apart.
-  const auto step = [&](const uint8_t* codes, int64_t here, int64_t at) __attribute__((always_inline)) {
+  const auto step = [&](const uint8_t* codes, int64_t at) __attribute__((always_inline)) {
     typename Math::Register numbers[registers];
-    W::decode(decode, codes, here, numbers);
-    if constexpr (scaled) {
-      MOE_UNROLL for (int r = 0; r < registers; ++r) numbers[r] = Math::lowered(numbers[r], factor, zero);
-    } else if constexpr (differences) {
+    decode(codes, numbers);
+    if constexpr (differences) {
       MOE_UNROLL for (int r = 0; r < registers; ++r) numbers[r] = Math::scaled(numbers[r], zero, Floats{} + 1.0f);
     }
     MOE_UNROLL for (int t = 0; t < Tokens; ++t)
@@ -85,7 +94,7 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
   };
   const auto end = [&](int64_t s) __attribute__((always_inline)) {
     const int64_t first = first_group(s);
-    const Floats scale = scaled ? Floats{} + 1.0f : w.spread.template of<span>(row.scale + first);
+    const Floats scale = w.spread.template of<span>(row.scale + first);
     MOE_UNROLL for (int t = 0; t < Tokens; ++t) {
       MOE_UNROLL for (int c = 1; c < chains; ++c) part[t][0] += part[t][c];
       if constexpr (sums_have_zero) {
@@ -100,46 +109,59 @@ void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* d
     }
   };
 
-  const uint8_t* p = row.codes + kPrefetchBytes;
+  const uint8_t* p = row.codes;
   const int64_t steps = span == kSteps ? w.span_steps : 1;
   int64_t at = 0;
-  if constexpr (W::kBlocks) {  // of which a row has whole ones, and each step is a span
-    const uint8_t* codes = row.codes;
-    for (; at < w.steps; codes += W::Element::kBlockBytes, p += W::Element::kBlockBytes) {
-      for (int line = 0; line < W::Element::kBlockBytes; line += 64) __builtin_prefetch(p + line);
-      MOE_UNROLL for (int part = 0; part < W::kParts; ++part, ++at) {
-        begin(at);
-        step(codes, part, at);
-        end(at);
-      }
-    }
-  }
-  for (int64_t s = W::kBlocks ? w.spans : 0; s < w.full_spans; ++s) {
+  for (int64_t s = 0; s < w.full_spans; ++s) {
     begin(s);
     for (int64_t i = 0; i < steps; ++i, ++at, p += W::kBytes) {
-      __builtin_prefetch(p);  // on AMD too: rows of gate and up take turns
-      step(row.codes, at, at);
+      __builtin_prefetch(p + kPrefetchBytes);  // on AMD too: rows of gate and up take turns
+      step(p, at);
     }
     end(s);
   }
   if (w.full_spans < w.spans) {
     begin(w.full_spans);
-    for (; at < w.full_steps; ++at) step(row.codes, at, at);
-    if (at < w.steps) step(row.tail, 0, at);
+    for (; at < w.full_steps; ++at, p += W::kBytes) step(p, at);
+    if (at < w.steps) step(row.tail, at);
     end(w.full_spans);
   }
-  if constexpr (W::kMinima && !differences) {
-    for (int64_t g = 0; g < w.padded_minima(); g += kLanes)
-      MOE_UNROLL for (int t = 0; t < Tokens; ++t) total[t] -= load_floats(row.zero + g) * load_floats(tile.sums[t] + g);
-  }
-  for (int t = 0; t < Tokens; ++t) {
-    dots[t] = sum(total[t]) * W::Decode::kFactor;
-    // Asked of what became infinite alone: to look at every scale takes 5 % longer.
-    if (decode.any_nan() || (std::isinf(dots[t]) && w.any_infinite(row))) dots[t] = NAN;
-    if constexpr (W::Codes::kQuantized) {
-      if (!tile.grouped) dots[t] *= tile.scales[t][0];
+  finish<Tokens>(w, row, tile, decode.any_nan(), total, dots);
+}
+
+// The same of a row of blocks.
+template <int Tokens, bool differences, typename W>
+void row_of_blocks(const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
+  typedef typename W::Math Math;
+  constexpr int registers = W::Decode::kRegisters;
+  typename W::Decode decode;
+  Floats total[Tokens] = {};
+  const uint8_t* codes = row.codes;
+  for (int64_t b = 0; b < w.columns / kBlock; ++b, codes += W::Element::kBlockBytes) {
+    for (int line = 0; line < W::Element::kBlockBytes; line += 64) __builtin_prefetch(codes + kPrefetchBytes + line);
+    const Factors factors = W::Element::factors(codes, row.scale[0]);
+    MOE_UNROLL for (int part = 0; part < W::kParts; ++part) {
+      typename Math::Register numbers[registers];
+      decode(codes, part, numbers);
+      const Floats scale = w.scale_of(factors, part);
+      if constexpr (differences) {
+        const Floats least = w.least_of(factors, part);
+        MOE_UNROLL for (int r = 0; r < registers; ++r) numbers[r] = Math::lowered(numbers[r], scale, least);
+      }
+      MOE_UNROLL for (int t = 0; t < Tokens; ++t) {
+        Floats sum = {};
+        MOE_UNROLL for (int r = 0; r < registers; ++r)
+          Math::dot(sum, numbers[r], tile.x[t] + (b * W::kParts + part) * W::kStep + r * Math::kWidth);
+        if constexpr (differences) total[t] += sum;
+        else total[t] += sum * scale;
+      }
+    }
+    if constexpr (W::kMinima && !differences) {
+      const Floats minima = load_floats(factors.all + 16 - kLanes);
+      MOE_UNROLL for (int t = 0; t < Tokens; ++t) total[t] -= minima * load_floats(tile.sums[t] + b * kLanes);
     }
   }
+  finish<Tokens>(w, row, tile, false, total, dots);
 }
 
 // The same for a number of tokens up to `Most` that is known only now.
@@ -149,6 +171,7 @@ void block_of(int tokens, const W& w, const Row& row, const Tile<typename W::X>&
     if (tokens < Most) return block_of<span, Most - 1>(tokens, w, row, tile, dots);
   }
   if constexpr (W::kIntegers) block_of_integers<Most>(w, row, tile, dots);
+  else if constexpr (W::kBlocks) row_of_blocks<Most, false>(w, row, tile, dots);
   else block<span, Most>(w, row, tile, dots);
 }
 
@@ -158,7 +181,9 @@ __attribute__((cold, noinline)) void dot_differences(int tokens, const W& w, con
                                                      const Tile<typename W::X>& tile, float* dots) {
   for (int t = 0; t < tokens; ++t) {
     const Tile<typename W::X> one = {{tile.x[t]}, {}, {tile.scales[t]}, {}, tile.grouped, true};
-    if (!std::isfinite(dots[t])) block<span, 1, true>(w, row, one, dots + t);
+    if (std::isfinite(dots[t])) continue;
+    if constexpr (W::kBlocks) row_of_blocks<1, true>(w, row, one, dots + t);
+    else block<span, 1, true>(w, row, one, dots + t);
   }
 }
 
@@ -173,6 +198,7 @@ void dot_spans(int tokens, const W& w, const Row& row, const Tile<typename W::X>
 template <typename W>
 void dot_row(int tokens, const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
   if constexpr (W::kIntegers) return block_of<kSteps>(tokens, w, row, tile, dots);
+  if constexpr (W::kBlocks) return dot_spans<kGroups>(tokens, w, row, tile, dots);
   if constexpr (W::kStep > kLeastGroup) {
     if (w.span_groups > 1) return dot_spans<kGroups>(tokens, w, row, tile, dots);
   }
@@ -204,8 +230,7 @@ template <typename W> struct Worker {
   const W& w;
   Row row;
   Panel<W> panel;
-  int64_t kept() const { return W::kMinima ? std::max(w.padded_groups(), w.padded_minima()) : w.padded_groups(); }
-  Worker(const W& w, bool panels) : w(w), row(kept()), panel(w, panels) {}
+  Worker(const W& w, bool panels) : w(w), row(w.padded_groups()), panel(w, panels) {}
 };
 
 // Results of an expert's first product, given products with gate rows and, if gated, with up rows.

@@ -60,6 +60,15 @@ struct Spread {
     return v;
 #endif
   }
+  // The same of what a block says, from `first` on; elsewhere than with AVX-512 a step of a block is one group.
+  Floats of(const Factors& factors, int first) const {
+#if defined(MOE_AVX512)
+    const __m512i at = _mm512_add_epi32(_mm512_load_si512(index), _mm512_set1_epi32(first));
+    return (Floats)_mm512_permutexvar_ps(at, _mm512_load_ps(factors.all));
+#else
+    return Floats{} + factors.all[first];
+#endif
+  }
 };
 
 // What a sum is multiplied by for a scale: an infinite one makes NaN, as infinity times a code of zero does.
@@ -108,7 +117,7 @@ template <typename E, typename M, typename I> struct Weight {
     spread.groups = span_groups;
     for (int i = 0; i < kLanes; ++i)
       spread.index[i] = span_groups == 1 ? 0 : int32_t(Decode::column(i * kPerLane) / group);
-    scales_as_stored = !kBlocks && scales.kind == 0 && padded_groups() == scales.column_groups;
+    scales_as_stored = scales.kind == 0 && padded_groups() == scales.column_groups;
   }
 
   // Columns that share a scale.
@@ -117,16 +126,14 @@ template <typename E, typename M, typename I> struct Weight {
     else return scales.group_columns;
   }
 
-  // The numbers of a step of a row of codes. A row of blocks ends with one.
-  template <typename Register> static void decode(Decode& decode, const uint8_t* codes, int64_t at, Register* out) {
-    if constexpr (kBlocks) decode(codes + at / kParts * E::kBlockBytes, int(at % kParts), out);
-    else decode(codes + at * kBytes, out);
-  }
+  // Scales that a row may be asked for: those of a whole last span, or the one above blocks.
+  int64_t padded_groups() const { return kBlocks ? scales.column_groups : spans * span_groups; }
 
-  // Scales that a row may be asked for: those of a whole last span.
-  int64_t padded_groups() const { return spans * span_groups; }
-  // Minima of a row, with zeros behind them that fill a register.
-  int64_t padded_minima() const { return (columns / kBlock * (kBlock / kLeastGroup) + kLanes - 1) / kLanes * kLanes; }
+  // What the lanes of a step of a block are multiplied by, and have subtracted.
+  Floats scale_of(const Factors& factors, int part) const { return spread.of(factors, part * (kStep / E::kGroup)); }
+  Floats least_of(const Factors& factors, int part) const {
+    return kMinima ? spread.of(factors, kBlock / E::kGroup + part * (kStep / E::kGroup)) : Floats{};
+  }
 
   void load(int64_t e, int64_t f, Row& row) const {
     row.codes = codes + e * expert_stride + f * row_stride;
@@ -139,14 +146,20 @@ template <typename E, typename M, typename I> struct Weight {
     const int64_t at = (e * scales.row_groups + group_row) * scales.column_groups;
     if (scales_as_stored) row.scale = static_cast<const float*>(scales.scale) + at;
     else load_scales(at, row);
-    if constexpr (kBlocks) load_factors(row);
     if constexpr (E::kZero) load_zeros(at, row);
   }
 
   // Whether a scale of a row is, of which `finite` makes NaN.
   __attribute__((cold, noinline)) bool any_infinite(const Row& row) const {
-    const int64_t n = kBlocks ? padded_groups() : scales.column_groups;
-    return std::any_of(row.scale, row.scale + n, [](float scale) { return std::isinf(scale); });
+    const auto infinite = [](float scale) { return std::isinf(scale); };
+    if constexpr (kBlocks) {
+      for (int64_t b = 0; b < columns / kBlock; ++b) {
+        const Factors factors = E::factors(row.codes + b * E::kBlockBytes, row.scale[0]);
+        if (std::any_of(factors.all, factors.all + kBlock / E::kGroup, infinite)) return true;
+      }
+      return false;
+    }
+    return std::any_of(row.scale, row.scale + scales.column_groups, infinite);
   }
 
  private:
@@ -163,16 +176,6 @@ template <typename E, typename M, typename I> struct Weight {
     }
     for (int64_t i = n; i < padded_groups(); ++i) to[i] = 0.0f;
     row.scale = to;
-  }
-
-  // What blocks hold, given the scale above them.
-  void load_factors(Row& row) const {
-    constexpr int groups = kBlock / E::kGroup;
-    const float above = row.scale[0];
-    for (int64_t b = 0; b < columns / kBlock; ++b)
-      E::factors(row.codes + b * E::kBlockBytes, above, row.scales.data + b * groups, row.zeros.data + b * groups);
-    if constexpr (kMinima) std::fill(row.zeros.data + padded_groups(), row.zeros.data + padded_minima(), 0.0f);
-    row.zero = row.zeros.data;
   }
 
   void load_zeros(int64_t at, Row& row) const {
@@ -203,7 +206,7 @@ template <typename W> struct Arranged {
 
   Arranged(const W& w, const Inputs& inputs, int64_t rows)
       : w(w), inputs(inputs), width(w.steps * W::kStep), stride(width + 64 / int64_t(sizeof(X))),
-        sums(W::kMinima ? w.padded_minima() : W::kSums ? w.spans * kLanes : 0),
+        sums(W::kMinima ? w.columns / kBlock * kLanes : W::kSums ? w.spans * kLanes : 0),
         groups(Codes::kQuantized ? (w.columns + inputs.group_columns - 1) / inputs.group_columns : 0), x(rows * stride),
         sum(rows * sums), scale(rows * groups), offset(W::kIntegers ? rows : 0),
         largest(needs_largest() ? rows : 0), infinite(W::kSums ? rows : 0) {
@@ -240,8 +243,11 @@ template <typename W> struct Arranged {
       float* lanes = sum.data + r * sums;
       std::fill(lanes, lanes + sums, 0.0f);
       if constexpr (W::kMinima) {
-        for (int64_t i = 0; i < width; ++i)
-          lanes[(i / W::kStep * W::kStep + columns[i % W::kStep]) / kLeastGroup] += to_float(to[i]);
+        float* const last = lanes + kLanes - kBlock / kLeastGroup;  // of a block's lanes, beside its minima
+        for (int64_t i = 0; i < width; ++i) {
+          const int64_t group = (i / W::kStep * W::kStep + columns[i % W::kStep]) / kLeastGroup;
+          last[group / 8 * kLanes + group % 8] += to_float(to[i]);
+        }
       } else {
         for (int64_t i = 0; i < width; ++i)
           lanes[i / W::kStep / w.span_steps * kLanes + i % W::Math::kWidth / W::kPerLane] += to_float(to[i]);
