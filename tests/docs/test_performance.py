@@ -71,9 +71,10 @@ def test_pages_have_a_place_for_them() -> None:
     assert len(layers.MEANS.findall((ROOT / "docs" / "PERFORMANCE.md").read_text())) == 1
 
 
-def test_the_page_has_the_turns_of_quantized_layers() -> None:
+@pytest.mark.parametrize("name", ["quantised_epyc", "quantised_blocks_epyc"])
+def test_the_page_has_the_turns_of_quantized_layers(name: str) -> None:
     page = FOLDER / "CPU.md"
-    turns = json.loads((RESULTS / "quantised_epyc.json").read_text())
+    turns = json.loads((RESULTS / f"{name}.json").read_text())
     table = quantized.table([quantized.Turns(**one) for one in turns["turns"]])
     assert table in page.read_text(), f"put this into docs/performance/CPU.md:\n{table}"
     assert turns["command"] in page.read_text()
