@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from moe_ops.published import from_checkpoint
     from moe_ops.quant.config import QuantConfig
     from moe_ops.quant.straight_through import fake_quantize
+    from moe_ops.restricted import restrict_experts
 
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
 _OF_TRANSFORMERS = {
@@ -98,6 +99,7 @@ _LAZY = {
     "prepare": "moe_ops.prepared",
     **dict.fromkeys(("MoELayer", "Routing"), "moe_ops.layer"),
     "QuantConfig": "moe_ops.quant.config",
+    "restrict_experts": "moe_ops.restricted",
 }
 
 __all__ = [
@@ -152,6 +154,7 @@ __all__ = [
     "quantize_model",
     "remove_adapter",
     "restore",
+    "restrict_experts",
     "route",
     "save_adapter",
     "set_adapter",

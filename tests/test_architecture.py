@@ -59,6 +59,9 @@ MAY_IMPORT = {
         TRANSFORMERS | {"safetensors"},
     ),
     "published": May(LOW | {"hf", "installed", "layer", "quant", "weights"}, TRANSFORMERS),
+    "restricted": May(
+        LOW | {"hf", "layer", "main_grad", "ops", "parallel", "prepared"}, TRANSFORMERS
+    ),
     "integrations": May(OP | {"hf"}, frozenset({"torch", "vllm", "kernels"})),
     "forward": May(
         frozenset({"arena", "graphs", "interop", "prepared", "terminal", "twin"}), TRANSFORMERS
@@ -96,7 +99,7 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
-        | {"exporting", "main_grad", "prepared", "published", "installed"}
+        | {"exporting", "main_grad", "prepared", "published", "installed", "restricted"}
     ),
 }
 

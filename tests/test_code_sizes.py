@@ -163,6 +163,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/integrations/vllm/method.py: ExpertsMethod.create_weights",
     },
     "whatever transformers calls the function in whose place it stands with": {
+        "moe_ops/restricted/models.py: _refuse_to_save",
         "moe_ops/generation/lease.py: Lease.read",
         "moe_ops/generation/fallback.py: generate",
         "moe_ops/generation/fallback.py: MayFallBack.__call__",

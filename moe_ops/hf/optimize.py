@@ -16,7 +16,7 @@ from moe_ops.checks.options import check_type
 from moe_ops.hf.adapters.wrapped import run_apart, run_as_wrapped
 from moe_ops.hf.experts import NAME, is_experts
 from moe_ops.hf.report import info_once
-from moe_ops.hf.rules import RULES, router_fingerprint
+from moe_ops.hf.rules import RULES, Rule, router_fingerprint
 from moe_ops.hf.stored import stored_format
 from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.installed import inside_of_peft
@@ -133,6 +133,17 @@ class WhileExported:
         """Warn that a strict export holds the model's own code, unless that is on our ops."""
         if not hasattr(self._model, _STATE):
             log.warning(STRICT, type(self._model).__name__)
+
+
+def rule_of(module: nn.Module) -> Rule | None:
+    """The rule of a router of transformers whose forward we know, optimized or not; None of any
+    other module."""
+    key = getattr(module, _RULE, None)
+    if key is None:
+        if not type(module).__module__.startswith("transformers."):
+            return None
+        key = router_fingerprint(module)
+    return RULES.get(key)
 
 
 def _configs(model: PreTrainedModel) -> tuple[tuple[Any, str | None], ...]:

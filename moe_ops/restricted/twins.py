@@ -1,0 +1,145 @@
+"""What the class of a model makes of a configuration with another number of experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from moe_ops.hf.experts import is_experts
+from moe_ops.interop.interrupts import let_through
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """An attribute of a configuration, or of one in it, that says how many experts there are."""
+
+    path: tuple[str, ...]  # to the configuration that has it
+    name: str
+
+    def owner(self, config: Any) -> Any:
+        for part in self.path:
+            config = getattr(config, part)
+        return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """The axis of a tensor that has an entry for each expert."""
+
+    axis: int
+    entries: int
+
+
+class Twins:
+    """Models of the class of one, without memory, by the number of experts that its configuration
+    says."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._cls, self._config = type(model), model.config
+        self._made: dict[tuple[Number, ...], dict[int, PreTrainedModel]] = {}
+
+    @cached_property
+    def as_said(self) -> PreTrainedModel:
+        """What is made of the configuration as it is."""
+        return self._make(self._config)
+
+    def numbers(self, name: str, wanted: int) -> tuple[Number, ...]:
+        """What of the configuration says how many experts a module has, found by saying another
+        number; empty if nothing does."""
+        told = experts_in(self.as_said).get(name)
+        found = []
+        for number in _candidates(self._config, told):
+            try:
+                made = experts_in(self.of((number,), wanted)).get(name)
+            except ValueError:
+                continue  # another number, which may not be this one
+            if made == wanted:
+                found.append(number)
+        return tuple(found)
+
+    def of(self, numbers: tuple[Number, ...], wanted: int) -> PreTrainedModel:
+        """What is made of a configuration with this number of experts. Raises ValueError where
+        nothing is."""
+        made = self._made.setdefault(numbers, {})
+        if wanted not in made:
+            config = copy.deepcopy(self._config)
+            for number in numbers:
+                setattr(number.owner(config), number.name, wanted)
+            try:
+                made[wanted] = self._make(config)
+            except Exception as error:  # whatever a configuration or a class raises
+                let_through(error)
+                raise ValueError(
+                    f"{self._cls.__name__} makes no model with {wanted} experts: {error}"
+                ) from error
+        return made[wanted]
+
+    def _make(self, config: Any) -> PreTrainedModel:
+        """The model that `from_pretrained` would make of the configuration once it is saved."""
+        saved = type(config).from_dict(copy.deepcopy(config).to_dict())
+        with torch.device("meta"), no_init_weights():
+            return self._cls(saved)
+
+
+def experts_in(model: Any) -> dict[str, int]:
+    """The number of experts of each module of experts of floats, by name."""
+    return {n: m.down_proj.shape[0] for n, m in model.named_modules() if is_experts(m)}
+
+
+def _candidates(config: Any, told: int | None, path: tuple[str, ...] = ()) -> Iterator[Number]:
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _candidates(value, told, (*path, name))
+        elif type(value) is int and value == told and "expert" in name:
+            yield Number(path=path, name=name)
+
+
+def tensors_that_differ(
+    before: PreTrainedModel, after: PreTrainedModel, number: int
+) -> dict[str, Axis | str]:
+    """The axis of experts of each parameter and buffer that has other sizes, by name, given their
+    number after; or why there is none."""
+    found: dict[str, Axis | str] = {}
+    first, last = _tensors(before), _tensors(after)
+    for path in first.keys() | last.keys():
+        if path not in first or path not in last:
+            found[path] = "is there with some numbers of experts alone"
+            continue
+        a, b = first[path].shape, last[path].shape
+        if a == b:
+            continue
+        axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+        if len(a) != len(b) or len(axes) != 1 or b[axes[0]] != number:
+            found[path] = (
+                f"is {list(b)} for {number} experts and {list(a)} for all, which is not one entry "
+                "an expert"
+            )
+        else:
+            found[path] = Axis(axis=axes[0], entries=a[axes[0]])
+    return found
+
+
+def attributes_that_differ(
+    before: PreTrainedModel, after: PreTrainedModel
+) -> Iterator[tuple[str, str, Any]]:
+    """The plain attributes of modules that have other values: module, attribute, value after."""
+    others = dict(after.named_modules())
+    for path, module in before.named_modules():
+        own = vars(others[path])
+        for name, value in vars(module).items():
+            if isinstance(value, PLAIN) and name in own and own[name] != value:
+                yield path, name, own[name]
+
+
+def _tensors(model: PreTrainedModel) -> Mapping[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
