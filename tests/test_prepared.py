@@ -200,14 +200,13 @@ def test_experts_move_as_they_are_stored(layer: MoELayer) -> None:
     assert places(layer) == where and same(layer.state_dict(), moved.state_dict())
 
 
-@torch.no_grad()
 def test_fewer_experts_are_stored_as_all_were(layer: MoELayer) -> None:
     as_loaded, x = copy.deepcopy(layer), torch.randn(5, CASE.D)
     moe_ops.prepare(layer, PAIRED)
     report = moe_ops.restrict_experts(layer, range(1, 4), removed="cpu")
     moe_ops.restrict_experts(as_loaded, range(1, 4))
     assert layer.layout == PAIRED and same(layer.state_dict(), as_loaded.state_dict())
-    assert_close(layer(x), as_loaded(x), EXACT, "stored for a backend")
+    assert_close(layer(x).detach(), as_loaded(x), EXACT, "stored for a backend")
     report.undo()
     assert layer.layout == PAIRED and layer.w13_weight.shape[0] == CASE.E
 

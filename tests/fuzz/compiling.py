@@ -247,6 +247,19 @@ TARGETS: dict[str, Target] = {
         base={"model": MODEL, "scheme": "int8_w8a8"},
         right=nothing_is_right,
     ),
+    "restrict_experts": Target(
+        run=made(moe_ops.restrict_experts),
+        slots={
+            "model": Slot(legal=(), illegal=(*NO_MODEL, BLOCK, never)),
+            "keep": Slot(
+                legal=([0, 1], {"model.layers.0.mlp": (0, 1)}),
+                illegal=(None, 3, True, 2.5, "01", [], {}, [0, 0], [-1], [0.5], [9999], {3: [0]}),
+            ),
+            "removed": Slot(legal=("freed", "cpu"), illegal=(*NO_NAME, "gpu")),
+        },
+        base={"model": MODEL, "keep": [0, 1]},
+        right=nothing_is_right,
+    ),
 }
 
 
