@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -18,14 +19,7 @@ from moe_ops.hf.over_ranks import ExpertsOverRanks
 from moe_ops.hf.stored import PROJECTIONS, stored_format
 from moe_ops.restricted.changes import ABSENT, Layer, Setting, Sliced
 from moe_ops.restricted.keep import least_of_group, routing_refusal
-from moe_ops.restricted.twins import (
-    Axis,
-    Number,
-    Twins,
-    attributes_that_differ,
-    experts_in,
-    tensors_that_differ,
-)
+from moe_ops.restricted.twins import Differences, Number, Twins, experts_in
 
 SAVE = "save_pretrained"
 INTEGERS = (torch.int32, torch.int64)
@@ -43,6 +37,7 @@ class Experts:
     modules: Mapping[str, nn.Module]
     numbers: Mapping[str, int]
     blocks: Mapping[str, str]
+    _held: dict[str, str | None] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(model: nn.Module) -> Experts | None:
@@ -55,6 +50,11 @@ class Experts:
             raise ValueError(
                 f"model is a {type(model).__name__}, which holds a model of transformers; restrict "
                 "that model itself, without what wraps it or its adapters"
+            )
+        if "_moe_ops_generation" in vars(model):  # of a twin, whose configuration is the model's
+            raise ValueError(
+                "model is what moe_ops.compile returned; restrict the model that was compiled, "
+                "which this follows"
             )
         for name, module in modules.items():
             if isinstance(module, ExpertsOverRanks):
@@ -87,19 +87,19 @@ class Experts:
                     f"nothing in the configuration of {type(self.model).__name__} is its number of "
                     "experts alone",
                 )
-            plans.append(self._plan(name, ids, twins.of(said[name], len(ids)), twins.as_said))
+            plans.append(self._plan(name, ids, twins.differences(said[name], len(ids))))
         return plans, self._others(kept, said, twins)
-
-    def _block(self, name: str) -> str:
-        return name.rpartition(".")[0]
 
     def _holder(self, path: str) -> str | None:
         """The layer in whose block a module or tensor is; the innermost one."""
-        inside = [b for b in self.blocks if f"{path}.".startswith(f"{b}.")]
-        return self.blocks[max(inside, key=len)] if inside else None
+        if path not in self._held:
+            parents = accumulate(path.split("."), "{}.{}".format)
+            inside = [self.blocks[parent] for parent in parents if parent in self.blocks]
+            self._held[path] = inside[-1] if inside else None
+        return self._held[path]
 
     def _check_router(self, name: str, ids: tuple[int, ...]) -> None:
-        block = self.model.get_submodule(self._block(name))
+        block = self.model.get_submodule(name.rpartition(".")[0])
         routers = [(m, rule) for m in block.modules() if (rule := rule_of(m)) is not None]
         if len(routers) != 1:
             raise _cannot(
@@ -123,39 +123,40 @@ class Experts:
                     where = ".".join(part for part in (inner, tensor) if part)
                     raise _cannot(name, f"its {where} holds integers, as numbers of experts are")
 
-    def _plan(
-        self, name: str, ids: tuple[int, ...], after: PreTrainedModel, before: PreTrainedModel
-    ) -> Layer:
+    def _plan(self, name: str, ids: tuple[int, ...], found: Differences) -> Layer:
         E, module = self.numbers[name], self.modules[name]
         tensors = [
             Sliced(path=f"{name}.{own}", module=module, name=own, axis=0)
             for own in _per_expert(module, E)
         ]
-        for path, axis in tensors_that_differ(before, after, len(ids)).items():
+        for path, axis in found.tensors.items():
             holder = self._holder(path)
-            if path.startswith(f"{name}."):
-                continue
             if holder is None:
                 raise _cannot(name, f"{path} changes with it, outside of all layers of experts")
-            if holder == name:
+            if holder == name and not path.startswith(f"{name}."):
                 tensors.append(self._cut(name, path, axis))
-        settings = tuple(
-            Setting(owner=self.model.get_submodule(path), name=attribute, value=value)
-            for path, attribute, value in attributes_that_differ(before, after)
-            if self._holder(path) == name
-        )
-        return Layer(name=name, num_experts=E, kept=ids, tensors=tuple(tensors), settings=settings)
+        return Layer(
+            name=name, num_experts=E, kept=ids, tensors=tuple(tensors),
+            settings=tuple(self._settings(found, name)),
+        )  # fmt: skip
 
-    def _cut(self, name: str, path: str, axis: Axis | str) -> Sliced:
+    def _settings(self, found: Differences, holder: str | None) -> Iterable[Setting]:
+        """The attributes of the modules of a layer, or of those of none."""
+        for one in found.attributes:
+            if self._holder(one.module) == holder:
+                owner = self.model.get_submodule(one.module)
+                yield Setting(owner=owner, name=one.name, value=one.value)
+
+    def _cut(self, name: str, path: str, axis: int | str) -> Sliced:
         if isinstance(axis, str):
             raise _cannot(name, f"{path} {axis}")
         parent, _, own = path.rpartition(".")
         module = self.model.get_submodule(parent)
         t = getattr(module, own, None)
-        if t is None or t.shape[axis.axis] != self.numbers[name]:
+        if t is None or t.shape[axis] != self.numbers[name]:
             is_there = "nothing" if t is None else f"of shape {list(t.shape)}"
             raise _cannot(name, f"{path} is {is_there}, not what its class makes")
-        return Sliced(path=path, module=module, name=own, axis=axis.axis)
+        return Sliced(path=path, module=module, name=own, axis=axis)
 
     def _others(
         self,
@@ -174,16 +175,10 @@ class Experts:
             if len(wanted) > 1:
                 why = f"layers keep from {min(wanted)} to {max(wanted)} experts"
                 return list(self._unsavable(why))
-            found += self._said_by(numbers, value, twins)
+            for number in numbers:
+                found += self._in_configs(number, value)
+            found += self._settings(twins.differences(numbers, value), None)
         return [*found, *self._savable()] if said else []
-
-    def _said_by(self, numbers: tuple[Number, ...], value: int, twins: Twins) -> Iterable[Setting]:
-        """A number of experts in all that says it but layers."""
-        for number in numbers:
-            yield from self._in_configs(number, value)
-        for path, attribute, own in attributes_that_differ(twins.as_said, twins.of(numbers, value)):
-            if self._holder(path) is None:
-                yield Setting(owner=self.model.get_submodule(path), name=attribute, value=own)
 
     def _in_configs(self, number: Number, value: int) -> Iterable[Setting]:
         """The number in all configurations of the model that say it."""

@@ -33,11 +33,24 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
-    """The axis of a tensor that has an entry for each expert."""
+class Attribute:
+    """An attribute of a module that has another value."""
 
-    axis: int
-    entries: int
+    module: str
+    name: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """What another number of experts makes of a model.
+
+    tensors: the axis of experts of each parameter and buffer that has other sizes, by name, or why
+    there is none.
+    """
+
+    tensors: Mapping[str, int | str]
+    attributes: tuple[Attribute, ...]
 
 
 class Twins:
@@ -46,7 +59,8 @@ class Twins:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._cls, self._config = type(model), model.config
-        self._made: dict[tuple[Number, ...], dict[int, PreTrainedModel]] = {}
+        self._made: dict[tuple[tuple[Number, ...], int], PreTrainedModel] = {}
+        self._differences: dict[tuple[tuple[Number, ...], int], Differences] = {}
 
     @cached_property
     def as_said(self) -> PreTrainedModel:
@@ -70,19 +84,31 @@ class Twins:
     def of(self, numbers: tuple[Number, ...], wanted: int) -> PreTrainedModel:
         """What is made of a configuration with this number of experts. Raises ValueError where
         nothing is."""
-        made = self._made.setdefault(numbers, {})
-        if wanted not in made:
+        key = numbers, wanted
+        if key not in self._made:
             config = copy.deepcopy(self._config)
             for number in numbers:
                 setattr(number.owner(config), number.name, wanted)
             try:
-                made[wanted] = self._make(config)
+                self._made[key] = self._make(config)
             except Exception as error:  # whatever a configuration or a class raises
                 let_through(error)
                 raise ValueError(
                     f"{self._cls.__name__} makes no model with {wanted} experts: {error}"
                 ) from error
-        return made[wanted]
+        return self._made[key]
+
+    def differences(self, numbers: tuple[Number, ...], wanted: int) -> Differences:
+        """What differs with this number of experts from what is made of the configuration as it
+        is."""
+        key = numbers, wanted
+        if key not in self._differences:
+            after = self.of(numbers, wanted)
+            self._differences[key] = Differences(
+                tensors=dict(_tensors_that_differ(self.as_said, after, wanted)),
+                attributes=tuple(_attributes_that_differ(self.as_said, after)),
+            )
+        return self._differences[key]
 
     def _make(self, config: Any) -> PreTrainedModel:
         """The model that `from_pretrained` would make of the configuration once it is saved."""
@@ -104,41 +130,33 @@ def _candidates(config: Any, told: int | None, path: tuple[str, ...] = ()) -> It
             yield Number(path=path, name=name)
 
 
-def tensors_that_differ(
+def _tensors_that_differ(
     before: PreTrainedModel, after: PreTrainedModel, number: int
-) -> dict[str, Axis | str]:
-    """The axis of experts of each parameter and buffer that has other sizes, by name, given their
-    number after; or why there is none."""
-    found: dict[str, Axis | str] = {}
+) -> Iterator[tuple[str, int | str]]:
     first, last = _tensors(before), _tensors(after)
     for path in first.keys() | last.keys():
         if path not in first or path not in last:
-            found[path] = "is there with some numbers of experts alone"
+            yield path, "is there with some numbers of experts alone"
             continue
         a, b = first[path].shape, last[path].shape
-        if a == b:
-            continue
         axes = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
-        if len(a) != len(b) or len(axes) != 1 or b[axes[0]] != number:
-            found[path] = (
-                f"is {list(b)} for {number} experts and {list(a)} for all, which is not one entry "
-                "an expert"
+        if len(a) == len(b) and len(axes) == 1 and b[axes[0]] == number:
+            yield path, axes[0]
+        elif a != b:
+            yield (
+                path,
+                f"is {list(b)} for {number} experts and {list(a)} for all, which is not an entry "
+                "for each",
             )
-        else:
-            found[path] = Axis(axis=axes[0], entries=a[axes[0]])
-    return found
 
 
-def attributes_that_differ(
-    before: PreTrainedModel, after: PreTrainedModel
-) -> Iterator[tuple[str, str, Any]]:
-    """The plain attributes of modules that have other values: module, attribute, value after."""
+def _attributes_that_differ(before: PreTrainedModel, after: PreTrainedModel) -> Iterator[Attribute]:
     others = dict(after.named_modules())
     for path, module in before.named_modules():
         own = vars(others[path])
         for name, value in vars(module).items():
             if isinstance(value, PLAIN) and name in own and own[name] != value:
-                yield path, name, own[name]
+                yield Attribute(module=path, name=name, value=own[name])
 
 
 def _tensors(model: PreTrainedModel) -> Mapping[str, Tensor]:

@@ -183,6 +183,10 @@ def differing() -> nn.Module:
     return model
 
 
+def twin() -> nn.Module:
+    return twin_of(qwen())
+
+
 def held() -> nn.Module:
     return nn.Sequential(qwen())
 
@@ -192,6 +196,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "another_shape": (
         differing, range(3), r"layers\.1\.mlp\.experts .*gate\.weight is of shape \[7, 64\], not w",
     ),
+    "twin": (twin, range(3), "model is what moe_ops.compile returned; restrict the model that was"),
     "held": (held, range(3), "model is a Sequential, which holds a model of transformers; restric"),
     "too_few": (qwen, [0], "keeps 1 experts, and a token has top_k=2"),
     "no_layer": (qwen, {"model.layers.0": [0, 1]}, r"keep names 'model\.layers\.0', which is no l"),
