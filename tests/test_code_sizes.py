@@ -159,6 +159,9 @@ UNNAMED_PARAMETERS = {
         "moe_ops/registry/rules/autocast.py: run",
         "moe_ops/registry/rules/vmap.py: Vmapped.run",
     },
+    "what an installed function of another package is given": {
+        "moe_ops/backends/flashinfer/package.py: call",
+    },
     "whatever vLLM calls the method in whose place it stands with": {
         "moe_ops/integrations/vllm/method.py: ExpertsMethod.create_weights",
     },
