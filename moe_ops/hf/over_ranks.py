@@ -22,10 +22,12 @@ from moe_ops.main_grad import main_grads
 from moe_ops.ops import experts, experts_accumulating, experts_over_ranks, sum_ranks
 from moe_ops.ops.activate import Activation
 from moe_ops.ops.dispatch_tokens import MOST_ROWS
+from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, in_turn
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.shares import in_shares
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER, PUSH, TRANSPORTS
+from moe_ops.ranks.turns import agreed, turns
 from moe_ops.registry.gradients import needs_grad, without_gradient
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 TOKENS = ("replicated", "own")
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 QUANTIZED = "its weights are quantised; share the model first, then quantize_model on every rank"
+# How configurations call the number of experts of a token.
+CHOICES = ("num_experts_per_tok", "moe_topk")
 PER_EXPERT = (*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS))
 
 
@@ -57,6 +61,22 @@ class ExpertsOverRanks(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tables = (self._moe_ops_rank_of, self._moe_ops_slot_of)
         return run(self, self._moe_ops_over, tables, hidden_states, top_k_weights, top_k_index)
+
+    def _moe_ops_sends(self, x_TD: Tensor) -> ExpertsOverRanksCall | None:
+        """A call for no tokens of this kind: what ranks would send, and to whom; None where they
+        send none. A choice of one expert stands for those of which nothing is known."""
+        over, config = self._moe_ops_over, getattr(self, "config", None)
+        if not over.collective:
+            return None
+        found: Any = stored_format(self) or describe(self)
+        act = found.activation if isinstance(found, StoredFormat) else found
+        w13, w2 = weights_of(self, found, act.gated)
+        K = next((k for n in CHOICES if (k := getattr(config, n, None))), 1)
+        return experts_over_ranks.call(
+            x_TD[:0], x_TD.new_empty((0, K)), x_TD.new_empty((0, K), dtype=torch.int64), w13, w2,
+            self._moe_ops_rank_of, self._moe_ops_slot_of, 1, over.group, over.collective,
+            **_options(self, found, act),
+        )  # fmt: skip
 
 
 def share_experts(
@@ -137,11 +157,13 @@ def run(
         )
     if over.collective:
         # An exchange counts for itself; to gather, all have as many.
-        rows = MOST_ROWS if over.collective == EXCHANGE else max(x_TD.shape[0], 1)
-        out_TD = experts_over_ranks(
-            inputs, weights_TK, ids_TK, w13, w2, *tables, rows, over.group, over.collective,
-            **options,
-        )  # fmt: skip
+        here = MOST_ROWS if over.collective == EXCHANGE else max(x_TD.shape[0], 1)
+        rows, taken = agreed() or here, turns()
+        args = (inputs, weights_TK, ids_TK, w13, w2, *tables, rows, over.group, over.collective)
+        if taken is None:
+            out_TD = experts_over_ranks(*args, **options)
+        else:
+            out_TD = in_turn(experts_over_ranks.call(*args, **options), taken)
     else:
         op = experts if sums is None else experts_accumulating
         given = {**options, **(sums or {})}

@@ -24,6 +24,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.ranks import transport
 from moe_ops.ranks.agree import require_alike, said_by_all
 from moe_ops.ranks.groups import Group
+from moe_ops.ranks.turns import agreed
 from moe_ops.registry.watched import counting, dispatch_modes, tracing, transforms
 
 ALL_TOKENS, OWN_TOKENS = "replicated", "own"
@@ -110,14 +111,17 @@ def check_tokens(given: Mapping[str, Any]) -> None:
 
 
 def agreed_rows(rows: Any, x_TD: Tensor, exchange: Exchange) -> Any:
-    """The most tokens that a rank has in a call, as all ranks agree: `rows`, where it is given,
-    else what they tell each other, but at least those that are sent at once.
+    """The most tokens that a rank has in a call, as all ranks agree: what they agreed on for this
+    context, or `rows`, where one is given, else what they tell each other, but at least those that
+    are sent at once.
 
     What is traced or captured asks nobody. Raises TypeError or ValueError for a number that cannot
     be and for more tokens than can be sent, and RuntimeError where ranks differ: on all of them
     where the host can tell.
     """
     most = exchange.most
+    in_context = agreed()
+    rows = rows if in_context is None else in_context
     known = most if rows is None else rows
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return known  # the op looks at the tokens, when it is run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from moe_ops.ops import (
     experts_accumulating,
     experts_over_ranks,
 )
-from moe_ops.ops.experts_over_ranks import alike
+from moe_ops.ops.experts_over_ranks import alike, in_turn
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.kept import after
 from moe_ops.ranks.shares import in_shares, share_of
 from moe_ops.ranks.transport import AUTO, GATHER
+from moe_ops.ranks.turns import turns
 from moe_ops.registry.gradients import needs_grad, without_gradient
 
 NO_GRADIENT = (
@@ -125,18 +126,16 @@ def _in_shares(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tenso
 
 def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
     """The weighted sum of the experts of all ranks, for tokens that are sent at once."""
+    if why_by_parts(held) is None:
+        args, options = arguments_over_ranks(held, ranks, rows, routed)
+        taken = turns()
+        if taken is not None:
+            return held.cut(in_turn(experts_over_ranks.call(*args, **options), taken))
+        return held.cut(experts_over_ranks(*args, **options))
+    # An expert's order of columns, and its main_grad, are known where it lies.
     x_TD, weights_TK, ids_TK = routed
     tables, group = (ranks.rank_of_P, ranks.slot_of_P), ranks.exchange.group
-    collective = ranks.exchange.collective
-    if not (held.has_order_by_expert or held.adds_to_main_grad):
-        out_TD = experts_over_ranks(
-            held.padded(held.ordered(x_TD)), weights_TK, ids_TK, held.w13.weight, held.w2.weight,
-            *tables, rows, group, collective, b13_EF=held.w13.bias, b2_ED=held.w2.bias,
-            **held.options(),
-        )  # fmt: skip
-        return held.cut(out_TD)
-    # An expert's order of columns, and its main_grad, are known where it lies.
-    plain = held.plain_options()
+    plain, collective = held.plain_options(), ranks.exchange.collective
     collective = GATHER if collective == AUTO else collective
     x_GD, _, weights_GK, ids_GK, *handle = dispatch_tokens(
         x_TD, weights_TK, ids_TK, *tables, rows, group, collective=collective,
@@ -144,3 +143,22 @@ def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tenso
     )  # fmt: skip
     y_GD = run_here(held, Routed(x_GD, weights_GK, ids_GK), None)
     return combine_tokens(y_GD, ids_TK, *tables, *handle, rows, group, collective)
+
+
+def why_by_parts(held: Operands) -> str | None:
+    """Why a layer's tokens are sent, and its experts run, by ops of their own, or None."""
+    if held.has_order_by_expert:
+        return "each of its experts takes columns in an order of its own"
+    return "it adds gradients to a main_grad" if held.adds_to_main_grad else None
+
+
+def arguments_over_ranks(
+    held: Operands, ranks: Ranks, rows: int, routed: Routed
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `experts_over_ranks` by place and by name."""
+    args = (
+        held.padded(held.ordered(routed.x_TD)), routed.weights_TK, routed.ids_TK, held.w13.weight,
+        held.w2.weight, ranks.rank_of_P, ranks.slot_of_P, rows, ranks.exchange.group,
+        ranks.exchange.collective,
+    )  # fmt: skip
+    return args, {"b13_EF": held.w13.bias, "b2_ED": held.w2.bias, **held.options()}

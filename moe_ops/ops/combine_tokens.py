@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -166,14 +167,23 @@ def combine_tokens(call: CombineTokensCall) -> Tensor:
         return out_TD
     if call.collective == PUSH:
         raise not_pushed(combine_tokens, call)
+    return started(call)()
+
+
+def started(call: CombineTokensCall) -> Callable[[], Tensor]:
+    """Start `combine_tokens` of rows by "gather" or "exchange", as it is defined; what is returned
+    waits and gives its result, once. With gradients nothing is sent before that."""
     y_GD, T = call.y_GD, call.ids_TK.shape[0]
-    values: Values = {"D": y_GD.shape[1], "gradients": needs_grad(y_GD)}
+    differentiated = needs_grad(y_GD)
+    values: Values = {"D": y_GD.shape[1], "gradients": differentiated}
     group = agree("combine_tokens", y_GD, T, call, values)
     if call.collective == EXCHANGE:
         check_handle(call)
-        return exchange.combine(y_GD, T, call.token_N, call.splits_2R, group)
+        args = (y_GD, T, call.token_N, call.splits_2R, group)
+        return partial(exchange.combine, *args) if differentiated else exchange.start_combine(*args)
     tables = Tables(call.rank_of_P, call.slot_of_P)
-    return gather.combine(y_GD, call.ids_TK, tables, call.rows, group)
+    more = (y_GD, call.ids_TK, tables, call.rows, group)
+    return partial(gather.combine, *more) if differentiated else gather.start_combine(*more)
 
 
 combine_tokens.fake(fake_impls.combine_tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -200,28 +201,46 @@ def dispatch_tokens(
         return batched(call, dispatch_tokens.part(replace(call, layout=ROWS, experts=0)))
     if call.collective == PUSH:
         raise not_pushed(dispatch_tokens, call)
+    return started(call)()
+
+
+Arrived = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def started(call: DispatchTokensCall) -> Callable[[], Arrived]:
+    """Start `dispatch_tokens` of rows by "gather" or "exchange", as it is defined; what is returned
+    waits and gives its result, once. With gradients nothing is sent before that."""
     sent = Sent(call.x_TD, scales_of(call), call.weights_TK, call.ids_TK)
     tables = Tables(call.rank_of_P, call.slot_of_P)
+    differentiated = _differentiated(sent)
     values: Values = {
         "D": call.x_TD.shape[1], "S": sent.scale_TS.shape[1], "K": call.ids_TK.shape[1],
         "P": tables.physical, "weights": str(call.weights_TK.dtype),
-        "scales": str(sent.scale_TS.dtype), "gradients": _differentiated(sent),
+        "scales": str(sent.scale_TS.dtype), "gradients": differentiated,
     }  # fmt: skip
     if call.alike:
         values = {**values, **json.loads(call.alike)}
     group = agree("dispatch_tokens", call.x_TD, call.x_TD.shape[0], call, values)
+    send: Callable[[], tuple[Tensor, ...]]
     if call.collective == EXCHANGE:
-        x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = exchange.dispatch(
-            sent, tables, group
+        args = (sent, tables, group)
+        send = (
+            partial(exchange.dispatch, *args) if differentiated else exchange.start_dispatch(*args)
         )
+    else:
+        more = (sent, tables, call.rows, group)
+        send = partial(gather.dispatch, *more) if differentiated else gather.start_dispatch(*more)
+
+    def arrived() -> Arrived:
+        x_GD, scale_GS, weights_GK, ids_GK, *handle = send()
+        if handle:
+            token_N, splits_2R = handle
+        else:
+            token_N = ids_GK.new_empty((0,))
+            splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
         return x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R
-    x_GD, scale_GS, weights_GK, ids_GK = gather.dispatch(sent, tables, call.rows, group)
-    token_N = ids_GK.new_empty((0,))
-    splits_2R = torch.empty((2, 0), dtype=torch.int64, device="cpu")
-    return x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R
 
-
-Arrived = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+    return arrived
 
 
 def batched(

@@ -13,12 +13,15 @@ from torch import Tensor
 from moe_ops import fake_impls
 from moe_ops.checks.shapes import check_choice
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
+from moe_ops.ops.combine_tokens import started as start_combine
 from moe_ops.ops.dispatch_tokens import (
+    Arrived,
     DispatchTokensCall,
     check_rows,
     check_tables,
     dispatch_tokens,
 )
+from moe_ops.ops.dispatch_tokens import started as start_dispatch
 from moe_ops.ops.experts import OF_CODES, ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
 from moe_ops.ops.quantize import quantize
@@ -29,6 +32,7 @@ from moe_ops.ranks.kept import keep
 from moe_ops.ranks.links import Traffic
 from moe_ops.ranks.packed import row_bytes
 from moe_ops.ranks.transport import AUTO, GATHER, TRANSPORTS
+from moe_ops.ranks.turns import Steps, Turns
 from moe_ops.registry.gradients import needs_grad
 from moe_ops.registry.spec import FORCED, REFERENCE, op
 
@@ -120,26 +124,82 @@ def experts_over_ranks(call: ExpertsOverRanksCall) -> Tensor:
 
 def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
     """The definition, by one transport."""
+    sent = _sent(call, collective)
+    arrived = dispatch_tokens.part(sent)
+    y_GD = experts.part(_here(call, sent, arrived))
+    out_TD: Tensor = combine_tokens.part(_back(call, collective, y_GD, arrived))
+    return out_TD
+
+
+def in_steps(call: ExpertsOverRanksCall, collective: str) -> Steps:
+    """The definition by "gather" or "exchange", without gradients, in steps of `turns.py`."""
+    sent = _sent(call, collective)
+    send = start_dispatch(sent)
+    yield
+    arrived = send()
+    y_GD = experts.part(_here(call, sent, arrived))
+    send_back = start_combine(_back(call, collective, y_GD, arrived))
+    yield
+    return send_back()
+
+
+def _sent(call: ExpertsOverRanksCall, collective: str) -> DispatchTokensCall:
+    """The tokens of a call on their way: as codes, where these travel."""
     layer, ranks = call.layer, call.ranks
-    there = (ranks.rank_of_P, ranks.slot_of_P)
-    rows, group = ranks.rows, ranks.group
     x_TD, scale_TS = layer.x_TD, None
     if sends_codes(layer):
         x_TD, scale_TS = quantize(x_TD, layer.x_format)
-    sent = DispatchTokensCall(
-        x_TD, layer.weights_TK, layer.ids_TK, *there, rows, group, scale_TS, collective,
-        alike(lambda name: getattr(layer, name), x_TD, group),
+    return DispatchTokensCall(
+        x_TD, layer.weights_TK, layer.ids_TK, ranks.rank_of_P, ranks.slot_of_P, ranks.rows,
+        ranks.group, scale_TS, collective,
+        alike(lambda name: getattr(layer, name), x_TD, ranks.group),
     )  # fmt: skip
-    x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = dispatch_tokens.part(sent)
-    here = replace(layer, x_TD=x_GD, weights_TK=weights_GK, ids_TK=ids_GK)
-    if scale_TS is not None:
-        here.x_scale_TG, here.out_dtype = scale_GS, str(layer.x_TD.dtype).removeprefix("torch.")
-    y_GD = experts.part(here)
-    back = CombineTokensCall(
-        y_GD, layer.ids_TK, *there, token_N, splits_2R, rows, group, collective
-    )
-    out_TD: Tensor = combine_tokens.part(back)
-    return out_TD
+
+
+def _here(call: ExpertsOverRanksCall, sent: DispatchTokensCall, arrived: Arrived) -> ExpertsCall:
+    """The experts here on the rows that arrived."""
+    x_GD, scale_GS, weights_GK, ids_GK, _, _ = arrived
+    here = replace(call.layer, x_TD=x_GD, weights_TK=weights_GK, ids_TK=ids_GK)
+    if sent.scale_TS is not None:
+        here.x_scale_TG = scale_GS
+        here.out_dtype = str(call.layer.x_TD.dtype).removeprefix("torch.")
+    return here
+
+
+def _back(
+    call: ExpertsOverRanksCall, collective: str, y_GD: Tensor, arrived: Arrived
+) -> CombineTokensCall:
+    """The way back of what the experts here made."""
+    ranks, (token_N, splits_2R) = call.ranks, arrived[4:]
+    return CombineTokensCall(
+        y_GD, call.layer.ids_TK, ranks.rank_of_P, ranks.slot_of_P, token_N, splits_2R, ranks.rows,
+        ranks.group, collective,
+    )  # fmt: skip
+
+
+def in_turn(call: ExpertsOverRanksCall, turns: Turns) -> Tensor:
+    """`experts_over_ranks` in its turn, by the transport of the turns, for their rows.
+
+    Raises as the op does, and ValueError where a gradient is asked for.
+    """
+    check(call)
+    layer = call.layer
+    if needs_grad(layer.x_TD, layer.weights_TK, layer.w13_EFD, layer.w2_EDI):
+        raise ValueError(
+            "two_halves has no gradients, and one is asked for; call the block itself, or under "
+            "torch.no_grad()"
+        )
+
+    def begin(rows: int, absent: bool) -> Steps:
+        given = (layer.x_TD, layer.weights_TK, layer.ids_TK)
+        x_TD, weights_TK, ids_TK = [t[:0] for t in given] if absent else given
+        mine = ExpertsOverRanksCall(
+            replace(layer, x_TD=x_TD, weights_TK=weights_TK, ids_TK=ids_TK),
+            replace(call.ranks, rows=rows),
+        )
+        return in_steps(mine, turns.collective)
+
+    return turns.exchange(begin)
 
 
 def alike(argument: Callable[[str], Any], x_TD: Tensor, group: str) -> str:

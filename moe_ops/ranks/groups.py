@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,7 @@ def all_gather(t: Tensor, group: Group) -> Tensor:
     if needs_grad(t):
         gathered: Tensor = _Gathered.apply(t, group)
         return gathered
-    return _all_gather(t, group)
+    return start_all_gather(t, group)()
 
 
 def all_to_all(t: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
@@ -96,7 +96,42 @@ def all_to_all(t: Tensor, sent: Sequence[int], received: Sequence[int], group: G
     if needs_grad(t):
         swapped: Tensor = _Swapped.apply(t, sent, received, group)
         return swapped
-    return _all_to_all(t, sent, received, group)
+    return start_all_to_all(t, sent, received, group)()
+
+
+def start_all_gather(t: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Start `all_gather` of a tensor without gradients; what is returned waits and gives it, once.
+
+    Ranks start what they send each other in one order. A GPU goes on beside it.
+    """
+    if group.size == 1:
+        return lambda: t
+    given = t.contiguous()
+    begun = _functional.all_gather_into_tensor(given, group.size, group.name)
+    return _Under(begun, given).wait
+
+
+def start_all_to_all(
+    t: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
+) -> Callable[[], Tensor]:
+    """The same of `all_to_all`."""
+    if group.size == 1:
+        return lambda: t
+    given = t.contiguous()
+    begun = _functional.all_to_all_single(given, received, sent, group.name)
+    return _Under(begun, given).wait
+
+
+@dataclass(slots=True)
+class _Under:
+    """A collective under way, and what it reads until then."""
+
+    received: Tensor
+    given: Tensor
+
+    def wait(self) -> Tensor:
+        done: Tensor = _functional.wait_tensor(self.received)
+        return done
 
 
 def all_reduce(t: Tensor, group: Group) -> Tensor:
@@ -111,24 +146,12 @@ def sum_in_order(parts_RTD: Tensor) -> Tensor:
     return parts_RTD.sum(0, dtype=wide_dtype(parts_RTD)).to(parts_RTD.dtype)
 
 
-def _all_gather(t: Tensor, group: Group) -> Tensor:
-    begun = _functional.all_gather_into_tensor(t.contiguous(), group.size, group.name)
-    done: Tensor = _functional.wait_tensor(begun)
-    return done
-
-
-def _all_to_all(t: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    begun = _functional.all_to_all_single(t.contiguous(), received, sent, group.name)
-    done: Tensor = _functional.wait_tensor(begun)
-    return done
-
-
 class _Gathered(torch.autograd.Function):
     """`all_gather` with its gradient."""
 
     @staticmethod
     def forward(t: Tensor, group: Group) -> Tensor:
-        return _all_gather(t, group)
+        return start_all_gather(t, group)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -146,7 +169,7 @@ class _Swapped(torch.autograd.Function):
 
     @staticmethod
     def forward(t: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-        return _all_to_all(t, sent, received, group)
+        return start_all_to_all(t, sent, received, group)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
