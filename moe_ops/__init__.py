@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from moe_ops.exporting.tables import decompositions
     from moe_ops.generation import generation_report
     from moe_ops.graphs.capture import buckets_of, capture
+    from moe_ops.halves import plan_halves, two_halves
     from moe_ops.hf.adapters.added import (
         add_adapter,
         merge_adapter,
@@ -98,6 +99,7 @@ _LAZY = {
     "accumulate_into_main_grad": "moe_ops.main_grad",
     "prepare": "moe_ops.prepared",
     **dict.fromkeys(("MoELayer", "Routing"), "moe_ops.layer"),
+    **dict.fromkeys(("plan_halves", "two_halves"), "moe_ops.halves"),
     "QuantConfig": "moe_ops.quant.config",
     "restrict_experts": "moe_ops.restricted",
 }
@@ -149,6 +151,7 @@ __all__ = [
     "merge_adapter",
     "moe",
     "optimize",
+    "plan_halves",
     "prepare",
     "quantize",
     "quantize_model",
@@ -161,6 +164,7 @@ __all__ = [
     "share_experts",
     "sum_ranks",
     "tune",
+    "two_halves",
     "using",
 ]
 

@@ -53,6 +53,7 @@ MAY_IMPORT = {
         LOW | {"layer", "kernels", "prepared", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
     "planning": May(OP | {"kernels", "quant", "terminal"}),
+    "halves": May(OP | {"layer", "planning"}),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(
         BACKEND | {"decode_ops", "installed", "main_grad", "prepared"},
@@ -83,7 +84,7 @@ MAY_IMPORT = {
     "bench": May(
         BACKEND
         | {"testing", "terminal", "layer", "weights", "hf", "passes", "planning", "graphs"}
-        | {"decode_ops", "generation", "compiler", "parallel"},
+        | {"decode_ops", "generation", "compiler", "halves", "parallel"},
         frozenset(
             {"torch", "transformers", "matplotlib", "safetensors", "liger_kernel", "humming"}
         ),
@@ -99,7 +100,7 @@ MAY_IMPORT = {
     FACADE: May(
         BACKEND
         | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
-        | {"exporting", "main_grad", "prepared", "published", "installed", "restricted"}
+        | {"exporting", "halves", "main_grad", "prepared", "published", "installed", "restricted"}
     ),
 }
 
