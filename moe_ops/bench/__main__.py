@@ -21,6 +21,7 @@ from moe_ops.bench import (
     ep_simulated,
     formats,
     grid,
+    halves,
     layer,
     loading,
     options,
@@ -183,6 +184,32 @@ def _cells(args: argparse.Namespace) -> list[ep.Cell]:
     ]
 
 
+def measure_halves(args: argparse.Namespace) -> Figures:
+    found = []
+    with ep.world() as device:
+        for one in halves.measure(_halves_cells(args), device):
+            found.append(one)
+            if torch.distributed.get_rank() == 0:
+                print(halves.table(found[-1:]), f"({one.reason})", sep="\n", flush=True)
+        if torch.distributed.get_rank() == 0:
+            print(halves.table(found), flush=True)
+        ranks = torch.distributed.get_world_size()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"device": f"{ranks} x {name}", "halves": [asdict(s) for s in found]}
+
+
+def _halves_cells(args: argparse.Namespace) -> list[halves.Cell]:
+    return [
+        halves.Cell(
+            layer=name, tokens=T, sequences=args.sequences, slower=slower,
+            collective=args.collective, captured=not args.eager,
+        )
+        for name in args.layer
+        for slower in args.slower
+        for T in args.tokens
+    ]  # fmt: skip
+
+
 def measure_step(args: argparse.Namespace) -> Figures:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     layers = args.layers or (24 if device.type == "cuda" else 1)
@@ -219,6 +246,10 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "packing": (measure_packing, "time to quantise weights, for every format"),
     "quantised": (measure_quantized, "a layer on the CPU in several formats, beside bfloat16"),
     "ep": (measure_ep, "layers over the ranks of torchrun, collectives alone, or a simulation"),
+    "halves": (
+        measure_halves,
+        "a block over the ranks of torchrun, in one batch and in two halves",
+    ),
     "loading": (measure_loading, "checkpoints into layers, against safetensors alone"),
 }
 
@@ -286,6 +317,8 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         )
     if name == "ep":
         options.add_ep(of)
+    if name == "halves":
+        options.add_halves(of)
     if name == "loading":
         of.add_argument("--codings", nargs="+", choices=sorted(loading.CODINGS))
         of.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint")
@@ -311,6 +344,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settle_layers(args, reader.error)
     if args.command == "ep":
         options.settle_ep(args, reader.error)
+    if args.command == "halves":
+        options.settle_halves(args, reader.error)
     if args.command == "report" and not Path(args.file).is_file():
         reader.error(f"there is no file {args.file}")
     return args

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_ops.bench import accuracy, ep, formats, tiles
+from moe_ops.bench import accuracy, ep, formats, halves, step, tiles
 from moe_ops.bench.contenders import STOCK
 from moe_ops.bench.rates import Rates, has_8bit_product
 from moe_ops.bench.train_contenders import NAMES
@@ -328,6 +328,30 @@ def add_ep(of: argparse.ArgumentParser) -> None:
     of.add_argument("--ranks", type=numbers, default=[8, 16, 64], help="of a simulation")
     of.add_argument("--zipf", type=float, nargs="+", default=[0.0, 0.5, 1.0])
     of.add_argument("--redundant", type=int, nargs="+", default=[0, 32], help="experts")
+
+
+def add_halves(of: argparse.ArgumentParser) -> None:
+    of.add_argument("--layer", type=layer_names, default=["mixtral_8x7b"])
+    of.add_argument("--tokens", type=numbers, default=[1024, 4096], help="of each rank")
+    of.add_argument("--sequences", type=number, default=4, help="of each rank")
+    of.add_argument("--collective", choices=list(halves.COLLECTIVES), default="auto")
+    of.add_argument(
+        "--slower", type=numbers, default=[1],
+        help="simulate a link of one such part of the rate: collectives run so many times",
+    )  # fmt: skip
+    of.add_argument("--eager", action="store_true", help="without CUDA graphs")
+
+
+def settle_halves(args: argparse.Namespace, error: Error) -> None:
+    """Refuse layers whose attention is not known, and links that stores do not slow down."""
+    for name in args.layer:
+        if name not in step.ATTENTION:
+            error(f"--layer takes {', '.join(step.ATTENTION)} here, got {name}")
+    if max(args.slower) > 1 and args.collective != "gather":
+        error("--slower repeats collectives, which push does not run; add --collective gather")
+    for tokens in args.tokens:
+        if tokens % args.sequences:
+            error(f"--tokens {tokens} do not divide among --sequences {args.sequences}")
 
 
 def add_accuracy(of: argparse.ArgumentParser) -> None:

@@ -114,7 +114,7 @@ def start_all_gather(t: Tensor, group: Group) -> Callable[[], Tensor]:
 def start_all_to_all(
     t: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
 ) -> Callable[[], Tensor]:
-    """The same of `all_to_all`."""
+    """Start `all_to_all` of a tensor without gradients, as `start_all_gather` does its own."""
     if group.size == 1:
         return lambda: t
     given = t.contiguous()

@@ -1,0 +1,83 @@
+"""Two GPUs of one host: half a batch computes while the other half's tokens travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_ops import plan_halves, two_halves
+from moe_ops.layer import MoELayer
+from moe_ops.parallel.config import ALLGATHER, AUTO, HIGH_THROUGHPUT, ParallelConfig
+from moe_ops.testing import Tol, assert_close
+from tests.distributed.attention_block import Block
+from tests.distributed.on_gpus import NEEDS_TWO, RANKS, on_gpus
+
+pytestmark = NEEDS_TWO
+BF16 = torch.bfloat16
+ROUNDED = Tol(2e-2, "products of fewer rows are rounded after other sums")
+HIDDEN = 256
+
+
+def made(rank: int, group: str, collective: str) -> Block:
+    config = ParallelConfig.of(dp=RANKS, dp_rank=rank, expert_parallel=True, collective=collective)
+    layer = MoELayer(
+        6, 2, HIDDEN, 128, parallel=config, tokens="own", group=group, max_num_tokens=1024,
+        dtype=BF16, device="cuda",
+    )  # fmt: skip
+    block = Block(layer, HIDDEN, dtype=BF16, device="cuda").eval()
+    generator = torch.Generator("cuda")
+    for name, p in block.named_parameters():
+        generator.manual_seed(rank if name.startswith("experts.") else 0)
+        if p.dim() > 1:
+            p.normal_(std=0.05, generator=generator)
+    return block
+
+
+def given(rank: int, sequences: int, tokens: int = 128) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(rank)
+    return torch.randn(sequences, tokens, HIDDEN, generator=generator, device="cuda").to(BF16)
+
+
+def as_one_batch(rank: int, group: str) -> None:
+    """Halves of ranks with many, few and no sequences."""
+    for collective in (ALLGATHER, HIGH_THROUGHPUT, AUTO):
+        block = made(rank, group, collective)
+        for many in ((6, 6), (3, 5), (1, 4), (0, 2)):
+            x = given(rank, many[rank])
+            plan = plan_halves(block, x, halves=True)
+            assert plan.split, plan.reason
+            want = block(x)
+            for _ in range(3):
+                got = two_halves(block, x, plan=plan)
+                assert_close(got.float(), want.float(), ROUNDED, f"{collective} {many}")
+
+
+def replayed(rank: int, group: str) -> None:
+    """A graph of both halves, between whose replays inputs change and ranks are late."""
+    block = made(rank, group, ALLGATHER)
+    x = given(rank, 6)
+    plan = plan_halves(block, x, halves=True, captured=True)
+    for _ in range(3):
+        two_halves(block, x, plan=plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = two_halves(block, x, plan=plan)
+    chance = torch.Generator().manual_seed(rank)
+    for step in range(100):
+        x.normal_()
+        want = two_halves(block, x, plan=plan)
+        if step % 3 == rank:
+            torch.cuda._sleep(int(torch.randint(2**20, (), generator=chance)))
+        graph.replay()
+        assert torch.equal(captured, want), f"replay {step}"
+    del graph
+
+
+def test_halves_are_as_one_batch(tmp_path: Path) -> None:
+    on_gpus(tmp_path, as_one_batch)
+
+
+def test_a_graph_holds_both_halves(tmp_path: Path) -> None:
+    on_gpus(tmp_path, replayed)
