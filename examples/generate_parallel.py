@@ -6,8 +6,10 @@
 Random weights, made where they stay, so that no rank ever holds the whole model; with `--check`
 each makes all of it, and compares tokens with those of one process. NCCL with a GPU for each
 process, gloo on CPUs. With `--tokens replicated` all ranks work on one batch, with `own` each on a
-part of it. Prints tokens per second of decoding, those of all ranks together, and the bytes of this
-rank's weights. A model that one GPU cannot hold, on two of 80 GB:
+part of it; `--halves` then runs prompts in two halves: one computes while the other one's tokens
+travel, wherever it can be or where it pays. Prints tokens per second of decoding, those of all
+ranks together, and the bytes of this rank's weights. A model that one GPU cannot hold, on two of
+80 GB:
 
     torchrun --nproc-per-node 2 examples/generate_parallel.py --model qwen3-235b --layers 26 \\
         --dtype bfloat16 --compiled --tokens own --collective push --batch 8 32
@@ -23,6 +25,7 @@ import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import needed  # noqa: F401
 import timeline
@@ -31,14 +34,16 @@ import torch.distributed as dist
 import transformers
 from generate import seconds
 from models import CONFIGS
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import moe_ops
 from moe_ops.bench.when import when
+from moe_ops.halves import HalvesPlan
 
 STEPS = 16  # that are profiled
 COLLECTIVES = ("gather", "exchange", "push", "auto")
+HALVES = {"where_it_pays": None, "always": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +78,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=16)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--compiled", action="store_true", help="by moe_ops.compile")
+    parser.add_argument("--halves", choices=HALVES, help="of prompts, of a rank's own tokens")
     parser.add_argument("--check", action="store_true", help="compare with one process")
     parser.add_argument(
         "--profile", action="store_true", help="on GPUs: the kernels of a layer in a step of rank 0"
@@ -82,6 +88,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     if args.profile and not on_gpu:
         parser.error("--profile shows kernels of a GPU, and torch finds none; drop it")
+    if args.halves and (args.tokens != "own" or args.compiled):
+        parser.error("--halves goes with --tokens own, without --compiled")
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     except ValueError as error:  # no variable says which rank this is
@@ -104,6 +112,7 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
     model = shared(args, device, whole)
     if args.compiled:
         model = moe_ops.compile(model)
+    plans = in_halves(model, HALVES[args.halves]) if args.halves else {}
     speeds, timelines = [], {}
     for batch in args.batch:
         torch.manual_seed(0)
@@ -115,6 +124,8 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
             want = share(generate(whole.to(device), ids.to(device), args.new), args)
             same = torch.equal(generate(model, mine, args.new), want)
             said += f", as one process: {same}"
+        said += "".join(f"\n  prompts run as {plan}" for plan in plans.values())
+        plans.clear()  # ranks have other numbers of tokens now
         print(f"{said}\n", end="", flush=True)  # at once, or the lines of two ranks mix
         if args.profile:
             timelines[batch] = launches = profiled(model, mine)
@@ -122,6 +133,33 @@ def run(args: argparse.Namespace, rank: int, device: torch.device) -> None:
                 print(timeline.table(launches), flush=True)
     if args.json and rank == 0:
         write(args.json, device, speeds, timelines)
+
+
+Plans = dict[torch.Size, HalvesPlan]
+
+
+class InHalves(nn.Module):
+    """A decoder layer, whose prompts run in two halves if ranks agreed on it for their sizes."""
+
+    def __init__(self, layer: nn.Module, halves: bool | None, plans: Plans) -> None:
+        super().__init__()
+        self.layer, self.halves, self.plans = layer, halves, plans
+
+    def forward(self, x: Tensor, **given: Any) -> Any:
+        if x.shape[1] == 1:  # a step of decoding
+            return self.layer(x, **given)
+        if x.shape not in self.plans:
+            self.plans[x.shape] = moe_ops.plan_halves(self.layer, x, halves=self.halves)
+        return moe_ops.two_halves(self.layer, x, plan=self.plans[x.shape], **given)
+
+
+def in_halves(model: PreTrainedModel, halves: bool | None) -> Plans:
+    """Run the layers of prompts in halves, in place. Returns what ranks agree on, as it comes."""
+    plans: Plans = {}
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        layers[i] = InHalves(layer, halves, plans)
+    return plans
 
 
 def share(ids: Tensor, args: argparse.Namespace) -> Tensor:

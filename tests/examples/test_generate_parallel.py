@@ -28,10 +28,12 @@ def test_kernels_are_shown_of_gpus_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.every
-@pytest.mark.parametrize("tokens", ["replicated", "own"])
-def test_two_processes_say_that_tokens_are_those_of_one(tokens: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "way", ["--tokens replicated", "--tokens own", "--tokens own --halves always"]
+)
+def test_two_processes_say_that_tokens_are_those_of_one(way: str, tmp_path: Path) -> None:
     file = str(tmp_path / "speeds.json")
-    words = ("examples/generate_parallel.py", "--check", "--tokens", tokens, "--batch", "4", "2")
+    words = ("examples/generate_parallel.py", "--check", *way.split(" "), "--batch", "4", "2")
     words += ("--layers", "1", "--json", file)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -40,6 +42,13 @@ def test_two_processes_say_that_tokens_are_those_of_one(tokens: str, tmp_path: P
     assert done.returncode == 0, done.stderr[-4000:]
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
     assert len(lines) == 4 and all(line.endswith("as one process: True") for line in lines)
+    plans = [line.strip() for line in done.stdout.splitlines() if "prompts run as" in line]
+    halves, whole = "two halves of up to 8 and 8 tokens a rank by gather", "one batch of up to 8"
+    wanted = [f"prompts run as {plan}" for plan in (halves, halves, whole, whole)]
+    if "halves" not in way:
+        assert not plans
+    else:
+        assert all(plan.startswith(want) for plan, want in zip(plans, wanted, strict=True))
     found = json.loads(Path(file).read_text())
     assert found["command"].startswith("torchrun --nproc-per-node 2 examples/generate_parallel.py")
     assert found["date"]
