@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import moe_ops
 from moe_ops import plan_halves, two_halves
 from moe_ops.testing import TOL, assert_close
 from tests.distributed.ranks import processes, results
@@ -33,8 +34,6 @@ class InHalves(nn.Module):
 
 
 def in_halves(whole: Any, group: str, collective: str = "gather") -> Any:
-    import moe_ops
-
     model = moe_ops.share_experts(copy.deepcopy(whole), group, tokens="own", collective=collective)
     layers = model.model.layers
     for i, layer in enumerate(layers):
@@ -67,6 +66,40 @@ def of_families(rank: int, group: str) -> None:
 @pytest.mark.every
 def test_models_in_halves_are_as_whole(tmp_path: Path) -> None:
     processes(2, tmp_path, of_families)
+
+
+def in_codes(rank: int, group: str, whole: Any) -> None:
+    """Experts in codes, whose tokens travel as codes, too."""
+    model = in_halves(whole, group)
+    moe_ops.quantize_model(
+        model, "fp8_w8a8", weight_format="float8_e4m3fn:row", input_format="float8_e4m3fn:row",
+        progress=False,
+    )  # fmt: skip
+    ids = torch.arange(12).view(3, 4) + rank
+    layer = model.model.layers[0]
+    got = model(ids).logits
+    (plan,) = layer.plans.values()
+    assert plan.split and plan.rows == 12
+    model.model.layers[0] = layer.layer
+    assert_close(got, model(ids).logits, CLOSE)
+
+
+def test_experts_in_codes_run_in_halves() -> None:
+    whole = make("qwen3_moe", {**SIZES, "num_hidden_layers": 1, "hidden_size": 64})
+    results(2, in_codes, whole)
+
+
+def alone(rank: int, group: str, whole: Any) -> None:
+    """One rank sends nothing, and may run in halves all the same."""
+    model = in_halves(whole, group)
+    ids = torch.arange(12).view(3, 4)
+    assert_close(model(ids).logits, whole(ids).logits, CLOSE)
+    (plan,) = model.model.layers[0].plans.values()
+    assert plan.split
+
+
+def test_a_group_of_one_rank_runs_in_halves() -> None:
+    results(1, alone, make("qwen3_moe", {**SIZES, "num_hidden_layers": 1}))
 
 
 def a_prompt(rank: int, group: str, whole: Any) -> Any:

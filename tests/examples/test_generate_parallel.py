@@ -26,6 +26,18 @@ def test_kernels_are_shown_of_gpus_alone() -> None:
     assert "--profile shows kernels of a GPU, and torch finds none" in done.stderr
 
 
+@pytest.mark.every
+@pytest.mark.slow
+def test_halves_are_of_own_tokens_and_uncompiled() -> None:
+    for words in ("", "--tokens own --compiled"):
+        command = [sys.executable, "examples/generate_parallel.py", "--halves", "always"]
+        done = subprocess.run(
+            [*command, *words.split()], capture_output=True, text=True, cwd=ROOT, timeout=300
+        )
+        assert done.returncode == 2
+        assert "--halves goes with --tokens own, without --compiled" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.every
 @pytest.mark.parametrize(
