@@ -6,8 +6,10 @@
 "as planned" is what `plan_halves` says. Ways take turns, the slowest rank counts; on GPUs in CUDA
 graphs, unless --eager. "sent" is the exchange alone, there and back, and its share of one batch.
 
---slower N simulates a slower link: each collective is run N times, one after the other, in all
-ways alike, and N is told to what is reckoned. It is of this measurement alone.
+--slower N simulates a link of an Nth of the rate: each collective carries N times the bytes, in all
+ways alike, and what is reckoned is told of it. It is of this measurement alone. --blocks N runs N
+blocks one after the other, of one's weights, and times are of one. --of-ranks N gives each rank as
+many experts as one of N has; with --slower N - 1 ranks then compute and send as N would by gather.
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ REPEATS = {"cuda": 40, "cpu": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Tokens of each rank in so many sequences, by a collective that is sent `slower` times."""
+    """Tokens of each rank in so many sequences through so many blocks, by a collective that carries
+    `slower` times the bytes."""
 
     layer: str
     tokens: int
     sequences: int
+    blocks: int
+    of_ranks: int  # whose number of experts a rank has; 0: the ranks of this run
     slower: int
     collective: str
     captured: bool
@@ -53,7 +58,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Microseconds of the slowest rank, medians; of an exchange alone; and what was planned."""
+    """Microseconds of a block on the slowest rank, medians; of an exchange alone; and what was
+    planned."""
 
     cell: Cell
     whole_us: float
@@ -88,39 +94,54 @@ class Block(nn.Module):
         return out
 
 
-class Repeated:
-    """torch's collectives, each of which is run so many times, one after the other."""
+class Stretched:
+    """torch's collectives, each of which carries so many times the bytes, in one launch; the rest
+    is cut off when it was waited for."""
 
     def __init__(self, collectives: Any, times: int) -> None:
         self._collectives, self._times = collectives, times
-        self._others: dict[int, list[Tensor]] = {}
+        self._ranks: dict[int, int] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return partial(self._run, getattr(self._collectives, name))
+    def all_gather_into_tensor(self, t: Tensor, ranks: int, group: str) -> Tensor:
+        return self._noted(ranks, "all_gather_into_tensor", self._wider(t[None]), ranks, group)
 
-    def _run(self, collective: Callable[..., Tensor], *args: Any) -> Tensor:
-        *others, last = [collective(*args) for _ in range(self._times)]
-        self._others[id(last)] = others
-        return last
+    def all_to_all_single(
+        self, t: Tensor, received: Sequence[int], sent: Sequence[int], group: str
+    ) -> Tensor:
+        if len({*received, *sent}) > 1:
+            raise ValueError("a stretched all_to_all_single has as many rows for all ranks")
+        each, ranks = [self._times * sent[0]] * len(sent), len(sent)
+        wider = self._wider(t.unflatten(0, (ranks, -1)))
+        return self._noted(ranks, "all_to_all_single", wider, each, each, group)
 
     def wait_tensor(self, t: Tensor) -> Tensor:
-        for other in self._others.pop(id(t)):
-            self._collectives.wait_tensor(other)
         done: Tensor = self._collectives.wait_tensor(t)
-        return done
+        ranks = self._ranks.pop(id(t))
+        return done.unflatten(0, (ranks, self._times, -1))[:, 0].flatten(0, 1)
+
+    def _wider(self, t_RTD: Tensor) -> Tensor:
+        """Rows for each rank, with as many more behind as are to be sent for nothing."""
+        R, T, *rest = t_RTD.shape
+        wider = t_RTD.new_empty((R, self._times, T, *rest))
+        wider[:, 0].copy_(t_RTD)
+        return wider.flatten(0, 2)
+
+    def _noted(self, ranks: int, name: str, *args: Any) -> Tensor:
+        begun: Tensor = getattr(self._collectives, name)(*args)
+        self._ranks[id(begun)] = ranks
+        return begun
 
 
 @contextmanager
 def slower_link(times: int) -> Iterator[None]:
-    """A context in which each collective takes so many times as long, and is reckoned so."""
+    """A context in which each collective carries so many times the bytes, and is reckoned so."""
     links = dict(LINKS)
     real: Any = groups._functional
-    repeated: Any = Repeated(real, times)
+    stretched: Any = Stretched(real, times)
     if times > 1:
-        groups._functional = repeated
+        groups._functional = stretched
         for name, link in links.items():
-            rate = link.bytes_per_second / times
-            LINKS[name] = replace(link, bytes_per_second=rate, alpha_us=link.alpha_us * times)
+            LINKS[name] = replace(link, bytes_per_second=link.bytes_per_second / times)
     try:
         yield
     finally:
@@ -133,7 +154,7 @@ def measure(cells: Sequence[Cell], device: torch.device) -> Iterator[Spent]:
     """What a block takes, cell by cell. Weights are made once for cells of a layer in a row."""
     made: tuple[Any, Block] | None = None
     for cell in cells:
-        key = (cell.layer, cell.collective)
+        key = (cell.layer, cell.of_ranks, cell.collective)
         if made is None or made[0] != key:
             made = None  # so that it is gone before another one is made
             most = max(c.tokens for c in cells if c.layer == cell.layer)
@@ -143,7 +164,9 @@ def measure(cells: Sequence[Cell], device: torch.device) -> Iterator[Spent]:
 
 
 def _block(cell: Cell, most: int, device: torch.device) -> Block:
-    case, ranks, rank = LAYERS[cell.layer], dist.get_world_size(), dist.get_rank()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    case = LAYERS[cell.layer]
+    case = replace(case, E=case.E * ranks // (cell.of_ranks or ranks))
     assert dist.group.WORLD is not None
     layer = MoELayer(
         num_experts=case.E, top_k=case.K, hidden_size=case.D, intermediate_size=case.I,
@@ -169,10 +192,11 @@ def _measured(cell: Cell, block: Block, device: torch.device) -> Spent:
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
     x = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     captured = cell.captured and device.type == "cuda"
+    blocks = [block] * cell.blocks
     plans = [
-        plan_halves(block, x, halves=halves, captured=captured) for halves in (False, True, None)
+        plan_halves(blocks, x, halves=halves, captured=captured) for halves in (False, True, None)
     ]
-    calls: list[Callable[[], Tensor]] = [partial(two_halves, block, x, plan=p) for p in plans]
+    calls: list[Callable[[], Tensor]] = [partial(two_halves, blocks, x, plan=p) for p in plans]
     want, got, _ = (call().float() for call in calls)
     error = float((got - want).abs().max() / want.abs().max())
     if not plans[2].split:
@@ -181,7 +205,8 @@ def _measured(cell: Cell, block: Block, device: torch.device) -> Spent:
     timings = time_turns(runs, REPEATS[device.type], device)
     spans = torch.tensor([timing.us for timing in timings] + [error], device=device)
     dist.all_reduce(spans, dist.ReduceOp.MAX)
-    whole, halves, *planned, sent, error = spans.tolist()
+    *of_blocks, sent, error = spans.tolist()
+    whole, halves, *planned = [span / cell.blocks for span in of_blocks]
     return Spent(
         cell=cell, whole_us=whole, halves_us=halves, planned_us=planned[0] if planned else whole,
         sent_us=sent, splits=plans[2].split, reason=_said(plans), error=error,
@@ -220,13 +245,13 @@ def _run(call: Callable[[], Tensor], captured: bool, device: torch.device) -> Ru
 
 def table(found: Sequence[Spent]) -> str:
     """A table with one line for each cell. Ratios are the time of one batch over that of a way."""
-    rows = [("layer", "tokens", "link", "by", "one batch", "sent", "halves", "ratio",
+    rows = [("layer", "tokens", "blocks", "ranks", "link", "by", "one batch", "sent", "halves", "ratio",
              "as planned", "ratio", "error")]  # fmt: skip
     for s in found:
         c = s.cell
         rows.append((
-            c.layer, f"{c.tokens} in {c.sequences}", f"1/{c.slower}",
-            c.collective + ("" if c.captured else ", eager"), f"{s.whole_us:.0f} us",
+            c.layer, f"{c.tokens} in {c.sequences}", str(c.blocks), str(c.of_ranks or "-"),
+            f"1/{c.slower}", c.collective + ("" if c.captured else ", eager"), f"{s.whole_us:.0f} us",
             f"{s.sent_us:.0f} ({s.sent_us / s.whole_us:.0%})", f"{s.halves_us:.0f}",
             f"{s.whole_us / s.halves_us:.3f}", "halves" if s.splits else "one batch",
             f"{s.whole_us / s.planned_us:.3f}", f"{s.error:.1e}",

@@ -334,10 +334,12 @@ def add_halves(of: argparse.ArgumentParser) -> None:
     of.add_argument("--layer", type=layer_names, default=["mixtral_8x7b"])
     of.add_argument("--tokens", type=numbers, default=[1024, 4096], help="of each rank")
     of.add_argument("--sequences", type=number, default=4, help="of each rank")
+    of.add_argument("--blocks", type=number, default=1, help="one after the other")
+    of.add_argument("--of-ranks", type=number, default=0, help="as many experts a rank as one has")
     of.add_argument("--collective", choices=list(halves.COLLECTIVES), default="auto")
     of.add_argument(
         "--slower", type=numbers, default=[1],
-        help="simulate a link of one such part of the rate: collectives run so many times",
+        help="simulate links of such parts of the rate: collectives carry as many times the bytes",
     )  # fmt: skip
     of.add_argument("--eager", action="store_true", help="without CUDA graphs")
 
@@ -348,7 +350,7 @@ def settle_halves(args: argparse.Namespace, error: Error) -> None:
         if name not in step.ATTENTION:
             error(f"--layer takes {', '.join(step.ATTENTION)} here, got {name}")
     if max(args.slower) > 1 and args.collective != "gather":
-        error("--slower repeats collectives, which push does not run; add --collective gather")
+        error("--slower stretches collectives, which push does not run; add --collective gather")
     for tokens in args.tokens:
         if tokens % args.sequences:
             error(f"--tokens {tokens} do not divide among --sequences {args.sequences}")

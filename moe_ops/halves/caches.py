@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +33,11 @@ class CacheHalves:
             )
         self._cache = cache
         self.views = _View(cache, slice(0, first)), _View(cache, slice(first, None))
+
+    def left_by_second(self) -> Iterator[Tensor]:
+        """The keys and values of the second half."""
+        for pair in self.views[1].new.values():
+            yield from pair
 
     def put(self) -> None:
         """Update the cache with the keys and values of both halves."""

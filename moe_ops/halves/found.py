@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moe_ops.checks.options import check_type
 from moe_ops.layer.module import MoELayer
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.run import Ranks, Routed, arguments_over_ranks, why_by_parts
@@ -37,9 +40,33 @@ class Exchanging:
         return self.call.ranks.collective
 
 
-def exchanging(block: nn.Module, x: Tensor) -> Exchanging:
-    """The experts of a block over ranks. Raises ValueError unless exactly one of its modules
-    exchanges tokens of a rank's own."""
+def blocks_of(block: Any) -> tuple[nn.Module, ...]:
+    """The blocks that run one after the other. Raises TypeError or ValueError for what is none."""
+    if isinstance(block, nn.Module) and not isinstance(block, nn.ModuleList):
+        return (block,)
+    check_type("block", block, (nn.ModuleList, list, tuple), "an nn.Module or a sequence of them")
+    for each in block:
+        check_type("block", each, nn.Module, "an nn.Module or a sequence of them")
+    if not len(block):
+        raise ValueError("block is empty; give an nn.Module, or several of them")
+    return tuple(block)
+
+
+def exchanging(blocks: Sequence[nn.Module], x: Tensor) -> Exchanging:
+    """The experts over ranks of the first block, of whose kind those of all are. Raises ValueError
+    unless exactly one module of each exchanges tokens of a rank's own, all in one group."""
+    found = [_of_block(block, x) for block in blocks]
+    kinds = {(e.group, e.collective): e for e in found}
+    if len(kinds) > 1:
+        said = " and ".join(f"{group!r} by {collective!r}" for group, collective in kinds)
+        raise ValueError(
+            f"block: its blocks exchange tokens over {said}; give blocks that do so alike at once"
+        )
+    why = next((e.why for e in found if e.why is not None), None)
+    return replace(found[0], most=min(e.most for e in found), why=why)
+
+
+def _of_block(block: nn.Module, x: Tensor) -> Exchanging:
     x_TD = x.reshape(-1, x.shape[-1])[:0]
     found = {
         name or type(m).__name__: e for name, m in block.named_modules() if (e := _of(m, x_TD))
@@ -53,16 +80,16 @@ def exchanging(block: nn.Module, x: Tensor) -> Exchanging:
     if len(found) > 1:
         raise ValueError(
             f"block={type(block).__name__} exchanges tokens in {', '.join(found)}, and halves take "
-            "turns at one exchange; give blocks of one each"
+            "turns at one exchange; give a sequence of blocks of one each"
         )
     return next(iter(found.values()))
 
 
-def why_whole(block: nn.Module, x: Tensor, experts: Exchanging) -> str | None:
-    """Why this rank would not run a block in halves, whatever it costs, or None."""
-    if needs_grad(x, *block.parameters()):
+def why_whole(blocks: Sequence[nn.Module], x: Tensor, experts: Exchanging) -> str | None:
+    """Why this rank would not run blocks in halves, whatever it costs, or None."""
+    if needs_grad(x, *(p for block in blocks for p in block.parameters())):
         return "a gradient is asked for"
-    for name, module in block.named_modules():
+    for name, module in (named for block in blocks for named in block.named_modules()):
         if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
             return f"{name or 'the block'} is compiled, and runs from its start to its end"
     return experts.why

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from moe_ops.checks.options import check_type
-from moe_ops.halves.found import Exchanging, exchanging, transport_of, why_whole
+from moe_ops.halves.found import Exchanging, blocks_of, exchanging, transport_of, why_whole
 from moe_ops.halves.timeline import Reckoned, reckon
 from moe_ops.layer.exchange import is_captured
 from moe_ops.ops.experts_over_ranks import traffic
@@ -45,22 +46,28 @@ class HalvesPlan:
 
 
 def plan_halves(
-    block: nn.Module, x: Tensor, *, halves: bool | None = None, captured: bool = False
+    block: nn.Module | Sequence[nn.Module],
+    x: Tensor,
+    *,
+    halves: bool | None = None,
+    captured: bool = False,
 ) -> HalvesPlan:
     """Agree with all ranks on how `two_halves(block, x)` runs; the host waits for them twice.
 
-    x: [sequences, tokens, hidden_size], which may differ from rank to rank in sequences and tokens.
-    halves: None for what takes less time, True for halves wherever they can be, False for one
-    batch. captured: whether a CUDA graph will hold the calls, for which the host takes no time.
+    block: one, or several, as `two_halves` takes them. x: [sequences, tokens, hidden_size], which
+    may differ from rank to rank in sequences and tokens. halves: None for what takes less time,
+    True for halves wherever they can be, False for one batch. captured: whether a CUDA graph will
+    hold the calls, for which the host takes no time.
 
-    A plan serves all blocks like this one, and calls in which no rank has more tokens, in all and
-    in a half. Every rank of the block's group has to call it. Rank 0 reckons, and all do as it
-    says. Raises ValueError for a block without, or with more than one module that exchanges
-    tokens, and for an x of other axes; RuntimeError for ranks that differ or do not answer.
+    A plan serves all blocks like these, as many at once, and calls in which no rank has more
+    tokens, in all and in a half. Every rank of the block's group has to call it. Rank 0 reckons,
+    and all do as it says. Raises ValueError for a block without, or with more than one module that
+    exchanges tokens, and for an x of other axes; RuntimeError for ranks that differ or do not
+    answer.
     """
-    check_type("block", block, nn.Module, "an nn.Module")
+    blocks = blocks_of(block)
     check_x(x)
-    experts = exchanging(block, x)
+    experts = exchanging(blocks, x)
     group = Group.of(experts.group)
     if is_captured(x):
         raise ValueError(
@@ -68,9 +75,10 @@ def plan_halves(
             "plan_halves(block, x, captured=True), and give it as plan="
         )
     said: dict[str, Value] = {
-        "halves": str(halves), "captured": captured, "collective": experts.collective,
-        "max_num_tokens": experts.most, "sequences": x.shape[0], "tokens": x.shape[1],
-        "why": (why_whole(block, x, experts) or "")[:MOST_REASON],
+        "blocks": len(blocks), "halves": str(halves), "captured": captured,
+        "collective": experts.collective, "max_num_tokens": experts.most,
+        "sequences": x.shape[0], "tokens": x.shape[1],
+        "why": (why_whole(blocks, x, experts) or "")[:MOST_REASON],
     }  # fmt: skip
     every = said_by_all(NAME, said, group, own=("sequences", "tokens", "why"), device=x.device)
     rows, each = _rows(every)
@@ -78,7 +86,7 @@ def plan_halves(
     split, reason = _choice(every, halves, rows, each, experts)
     if split and halves is None:
         # One rank says it for all: others may have another device, or as many threads as it has.
-        split, reason = _reckoned(block, x, experts, (rows, *each), collective, captured)
+        split, reason = _reckoned(blocks, x, experts, (rows, *each), collective, captured)
     told: dict[str, Value] = {"split": split, "reason": reason[:MOST_REASON]}
     first = said_by_all(NAME, told, group, own=tuple(told), device=x.device)[0]
     return HalvesPlan(
@@ -131,7 +139,7 @@ def _choice(
 
 
 def _reckoned(
-    block: nn.Module,
+    blocks: Sequence[nn.Module],
     x: Tensor,
     experts: Exchanging,
     rows: tuple[int, int, int],
@@ -140,7 +148,7 @@ def _reckoned(
 ) -> tuple[bool, str]:
     if x.is_cpu:
         return False, ON_CPU
-    found: Reckoned | None = reckon(block, x, experts, rows, collective, captured)
+    found: Reckoned | None = reckon(blocks, x, experts, rows, collective, captured)
     if found is None:
         return False, "what the experts take is not known"
     return found.pays, str(found)

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.halves.found import blocks_of
 from moe_ops.halves.plan import HalvesPlan, check_x, first_half, plan_halves
-from moe_ops.halves.split import Given, joined, split
-from moe_ops.ranks.turns import Turns, agreed_on, taking
+from moe_ops.halves.split import Given, joined, split, tensors_in
+from moe_ops.ranks.turns import Streams, Turns, agreed_on, taking
 
 # What transformers' decoder layers are given for each sequence.
 BY_SEQUENCE = ("attention_mask", "position_ids", "position_embeddings")
 
 
 def two_halves(
-    block: nn.Module,
+    block: nn.Module | Sequence[nn.Module],
     x: Tensor,
     *,
     plan: HalvesPlan | None = None,
@@ -32,12 +33,16 @@ def two_halves(
 
     x: [sequences, tokens, hidden_size]. block: a module of any forward that calls experts over
     ranks once: a MoELayer of tokens="own", or a decoder layer of a transformers model after
-    `share_experts(tokens="own")`. Its forward runs twice, on the first ceil(sequences / 2) of them
-    and on the rest, the second time from within the first, so its hooks run twice, and what it
-    keeps in attributes is not to be read behind its experts. Arguments that are named in
-    by_sequence, and caches of transformers, are split likewise; others go to both. Results have an
-    entry for each sequence on the first axis, and are those of one batch but for rounding; to the
-    bit, if backends take the same way for a half and for the whole.
+    `share_experts(tokens="own")`. Several run one after the other, each on the result of the one
+    before and with the same other arguments; between them halves stay apart, so that the first one
+    goes on while the second one's results are on their way back.
+
+    A forward runs twice, on the first ceil(sequences / 2) of them and on the rest, the second time
+    from within the first, so its hooks run twice, and what it keeps in attributes is not to be read
+    behind its experts. Arguments that are named in by_sequence, and caches of transformers, are
+    split likewise; others go to both. Results have an entry for each sequence on the first axis,
+    and are those of one batch but for rounding; to the bit, if backends take the same way for a
+    half and for the whole.
 
     plan: what ranks agreed on by `plan_halves`, which is asked for without one; a CUDA graph that
     is captured needs it. Runs as one batch where the plan says so, with its reason, and in compiled
@@ -49,8 +54,9 @@ def two_halves(
     that does not exchange tokens exactly once in a call.
     """
     if torch.compiler.is_compiling():
-        return block(x, **given)
+        return _whole(blocks_of(block), x, given)
     check_x(x)
+    blocks = blocks_of(block)
     if plan is None:
         plan = plan_halves(block, x)
     sequences, tokens = x.shape[:2]
@@ -58,27 +64,48 @@ def two_halves(
     _check_rows(plan, (first * tokens, (sequences - first) * tokens))
     if not plan.split:
         with agreed_on(plan.rows):
-            return block(x, **given)
+            return _whole(blocks, x, given)
     pair, caches = split(given, by_sequence, sequences, first)
-    out = _in_turns(block, plan, (x[:first], x[first:]), pair)
+    streams = Streams(x.device)
+    streams.hand_over(1, (x, *tensors_in(list(pair[1].values()))))
+    halves = _in_turns(blocks, plan, (x[:first], x[first:]), pair, streams)
+    kept = [t for cache in caches for t in cache.left_by_second()]
+    streams.hand_over(0, (*tensors_in(halves[1]), *kept))
     for cache in caches:
         cache.put()
+    return halves[0] if first == sequences else joined(*halves)
+
+
+def _whole(blocks: Sequence[nn.Module], x: Tensor, given: Given) -> Any:
+    out: Any = x
+    for block in blocks:
+        out = block(out, **given)
     return out
 
 
 def _in_turns(
-    block: nn.Module, plan: HalvesPlan, halves: tuple[Tensor, Tensor], given: tuple[Given, Given]
-) -> Any:
-    second_out: list[Any] = []
+    blocks: Sequence[nn.Module],
+    plan: HalvesPlan,
+    halves: tuple[Any, Any],
+    given: tuple[Given, Given],
+    streams: Streams,
+) -> tuple[Any, Any]:
+    """What blocks make of both halves, of which the second one may have no tokens."""
+    first, second = halves
+    is_empty = not len(second)
+    for block in blocks:
+        found: list[Any] = []
 
-    def second() -> None:
-        second_out.append(block(halves[1], **given[1]))
+        def run_second(block: nn.Module = block, x: Any = second, found: Any = found) -> None:
+            found.append(block(x, **given[1]))
 
-    turns = Turns(plan.rows_of_halves, plan.collective, second if len(halves[1]) else None)
-    with taking(turns), agreed_on(plan.rows_of_halves[0]):
-        out = block(halves[0], **given[0])
-    turns.require_both()
-    return joined(out, second_out[0]) if second_out else out
+        run = None if is_empty else run_second
+        turns = Turns(plan.rows_of_halves, plan.collective, run, streams)
+        with taking(turns), agreed_on(plan.rows_of_halves[0]):
+            first = block(first, **given[0])
+        turns.require_both()
+        second = found[0] if found else second
+    return first, second
 
 
 def _check_rows(plan: HalvesPlan, halves: tuple[int, int]) -> None:

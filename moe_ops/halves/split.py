@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,15 @@ def _split(name: str, value: Any, sequences: int, first: int) -> tuple[Any, Any]
             "by_sequence"
         )
     return value[:first], value[first:]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def joined(first: Any, second: Any) -> Any:

@@ -1,30 +1,34 @@
-"""How long a block takes as one batch and in two halves, reckoned.
+"""How long blocks take as one batch and in two halves, reckoned.
 
-    first   before | there          experts | back          -
-    second           before | there           experts | back |
+    first   before | there          experts | back          -         | before of the next block
+    second           before | there           experts | back          -          | before
 
-Two things are busy, this device and the link, each with one part at a time. While both are, the
-collective takes some of the multiprocessors.
+Two things are busy, this device and the link, each with one part at a time, in the order of
+`moe_ops/ranks/turns.py`. While both are, the collective takes some of the multiprocessors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from moe_ops.halves.found import Exchanging
 from moe_ops.ops.experts_over_ranks import traffic
-from moe_ops.planning.cost import Cost, cost, device_of
+from moe_ops.planning.cost import Cost, Device, cost, device_of
 from moe_ops.ranks.links import LINKS, Link
 from moe_ops.ranks.transport import EXCHANGE
 
-CONTENTION = 0.15  # of the time in which both are busy: NCCL has 16 to 24 of 132 multiprocessors
-REACHED = 0.75  # of what products of 8192**3 reach: layers of 4096 tokens have 0.69 and 0.83
+# Of the time in which both are busy: NCCL has 16 to 24 of 132 multiprocessors.
+CONTENTION = 0.15
+# Of what products of 8192**3 reach, after the weights were read, which products of some hundred
+# rows do not hide.
+REACHED = 0.9
 LEAST_GAIN = 1.05  # of two halves, for what is not reckoned
-LAUNCHES_US = 50.0  # of a half in a graph: small launches, which take as long for fewer tokens
+LAUNCHES_US = 100.0  # of a half in a graph: small launches, which take as long for fewer tokens
 # Of a call that no graph holds: what the host takes for an exchange, and for another module.
-HOST_EXCHANGE_US, HOST_MODULE_US = 300.0, 40.0
+HOST_EXCHANGE_US, HOST_MODULE_US = 3000.0, 50.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +47,26 @@ class Parts:
         return self.before + self.there + self.experts + self.back
 
 
-def in_halves(first: Parts, second: Parts) -> float:
-    """Microseconds of two batches that take turns."""
-    sent_first = first.before + first.there
-    computed = first.before + second.before
-    sent_second = max(sent_first, computed) + second.there
-    computed = max(computed, sent_first) + first.experts
-    back_first = max(sent_second, computed) + first.back
-    computed = max(computed, sent_second) + second.experts
-    ended = max(back_first, computed) + second.back
-    alone = first.in_turn + second.in_turn
+def in_halves(first: Parts, second: Parts, blocks: int = 1) -> float:
+    """Microseconds of two batches that take turns in so many blocks."""
+    computed = linked = first_back = second_back = 0.0
+    for _ in range(blocks):
+        computed = max(computed, first_back) + first.before
+        linked = first_there = max(linked, computed) + first.there
+        computed = max(computed, second_back) + second.before
+        linked = second_there = max(linked, computed) + second.there
+        computed = max(computed, first_there) + first.experts
+        linked = first_back = max(linked, computed) + first.back
+        computed = max(computed, second_there) + second.experts
+        linked = second_back = max(linked, computed) + second.back
+    ended = max(first_back, second_back)
+    alone = blocks * (first.in_turn + second.in_turn)
     return ended + CONTENTION * (alone - ended)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reckoned:
-    """Microseconds of a block as one batch and in halves, and those of the former on the way."""
+    """Microseconds of blocks as one batch and in halves, and those of the former on the way."""
 
     whole_us: float
     halves_us: float
@@ -76,24 +84,22 @@ class Reckoned:
 
 
 def reckon(
-    block: nn.Module, x: Tensor, experts: Exchanging, rows: tuple[int, int, int], collective: str,
-    captured: bool,
+    blocks: Sequence[nn.Module], x: Tensor, experts: Exchanging, rows: tuple[int, int, int],
+    collective: str, captured: bool,
 ) -> Reckoned | None:  # fmt: skip
-    """What is reckoned of a block, with the rows of one batch and of both halves; None where the
-    cost of its experts is not known."""
+    """What is reckoned of blocks like the first one, with the rows of one batch and of both halves;
+    None where the cost of its experts is not known."""
     link = LINKS.get(x.device.type, LINKS["cuda"])
-    found = [_parts(block, x, experts, each, collective, link) for each in rows]
-    whole, first, second = found
-    if whole is None or first is None or second is None:
+    whole, first, second = [_parts(blocks[0], x, experts, each, collective, link) for each in rows]
+    taken, many = cost("experts_over_ranks", experts.call, rows[0]), len(blocks)
+    if whole is None or first is None or second is None or taken is None:
         return None
-    taken = cost("experts_over_ranks", experts.call, rows[0])
-    assert taken is not None
-    alone = whole.before + whole.experts + taken.link_us
-    halves = in_halves(first, second)
+    alone = many * (whole.before + whole.experts + taken.link_us)
+    halves = in_halves(first, second, many)
     if not captured:
-        host = _host_us(block)
+        host = many * _host_us(blocks[0])
         alone, halves = max(alone, host), max(halves, 2 * host)
-    return Reckoned(whole_us=alone, halves_us=halves, sent_us=taken.link_us)
+    return Reckoned(whole_us=alone, halves_us=halves, sent_us=many * taken.link_us)
 
 
 def _parts(
@@ -105,22 +111,25 @@ def _parts(
     device, sent = device_of(x.device), traffic(experts.call)
     own = {id(p) for p in experts.module.parameters(recurse=False)}
     others = [p for p in block.parameters() if id(p) not in own and p.dim() > 1]
-    values = sum(p.numel() for p in others)
-    width = x.shape[-1] * x.dtype.itemsize
     before = Cost(
-        bytes=sum(p.nbytes for p in others) + 8 * rows * width,
-        flops=2.0 * rows * values / REACHED,
+        bytes=sum(p.nbytes for p in others) + 8 * rows * x.shape[-1] * x.dtype.itemsize,
+        flops=2.0 * rows * sum(p.numel() for p in others),
         dtype=str(x.dtype).removeprefix("torch."),
     )
-    inside = replace(here, link_us=0.0, flops=here.flops / REACHED)
-    ranks = sent.ranks - 1 if collective != EXCHANGE else sent.visited
+    ranks = sent.visited if collective == EXCHANGE else sent.ranks - 1
     fixed, rate = link.fixed_us(collective) / 2, link.rate(collective)
     return Parts(
-        before=device.microseconds(before) + LAUNCHES_US / 2,
+        before=_us(before, device) + LAUNCHES_US / 2,
         there=fixed + 1e6 * ranks * rows * sent.there / rate,
-        experts=device.microseconds(inside) + LAUNCHES_US / 2,
+        experts=_us(here, device) + LAUNCHES_US / 2,
         back=fixed + 1e6 * ranks * rows * sent.back / rate,
     )
+
+
+def _us(of: Cost, device: Device) -> float:
+    """Microseconds here: of reading, and then of products."""
+    read = device.microseconds(replace(of, flops=0.0, link_us=0.0))
+    return read + device.microseconds(replace(of, bytes=0.0, link_us=0.0)) / REACHED
 
 
 def _host_us(block: nn.Module) -> float:

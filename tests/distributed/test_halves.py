@@ -129,6 +129,26 @@ def test_exchanges_of_both_halves_alternate_on_every_rank(
         assert steps == ["send", "send", *waits]
 
 
+def in_a_row(rank: int, world: str, many: Sequences) -> None:
+    wholes = [whole_block(), whole_block(shared_experts=1)]
+    blocks = nn.ModuleList(
+        share_of_block(whole, rank, len(many), world, **options)
+        for whole, options in zip(wholes, ({}, {"shared_experts": 1}), strict=True)
+    )
+    x = given(rank, many[rank])
+    found = plan_halves(blocks, x, halves=True)
+    assert found.split
+    want = blocks[1](blocks[0](x))
+    assert_close(two_halves(blocks, x, plan=found), want, CLOSE)
+    unsplit = plan_halves(blocks, x, halves=False)
+    assert_close(two_halves(list(blocks), x, plan=unsplit), want, CLOSE)
+
+
+@pytest.mark.parametrize("many", [(4, 3), (0, 2), (1, 1, 2)], ids=str)
+def test_blocks_run_one_after_the_other(many: Sequences) -> None:
+    results(len(many), in_a_row, many)
+
+
 def masked(rank: int, world: str, whole: Block) -> None:
     mine = share_of_block(whole, rank, 2, world)
     x = given(rank, 3)
@@ -283,7 +303,7 @@ def refused(rank: int, world: str) -> None:
         two_halves(mine, x.flatten(0, 1))
     with pytest.raises(TypeError, match="x must be a tensor, got"):
         two_halves(mine, [x])
-    with pytest.raises(TypeError, match=r"block must be an nn\.Module, got"):
+    with pytest.raises(TypeError, match=r"block must be an nn\.Module or a sequence of them, got"):
         plan_halves(lambda x: x, x)
     with pytest.raises(ValueError, match="block=Linear has no module that exchanges tokens of a"):
         plan_halves(nn.Linear(64, 64), x)
@@ -305,8 +325,25 @@ def refused(rank: int, world: str) -> None:
     assert "rank 0: push waits for other ranks" in plan_halves(pushed, x, halves=True).reason
 
 
-def test_what_cannot_be_is_refused() -> None:
-    results(2, refused)
+def refused_in_a_row(rank: int, world: str) -> None:
+    mine, x = share_of_block(whole_block(), rank, 2, world), given(rank, 4)
+    with pytest.raises(ValueError, match="block is empty; give an nn"):
+        plan_halves([], x)
+    with pytest.raises(TypeError, match=r"block must be an nn\.Module or a sequence of them, got"):
+        plan_halves([mine, None], x)
+    with pytest.raises(ValueError, match="block=Linear has no module that exchanges tokens"):
+        plan_halves([mine, nn.Linear(64, 64)], x)
+    other = share_of_block(
+        whole_block(), rank, 2, world,
+        config={"dp": 2, "expert_parallel": True, "collective": HIGH_THROUGHPUT},
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"its blocks exchange tokens over .* by 'gather' and"):
+        plan_halves([mine, other], x)
+
+
+@pytest.mark.parametrize("body", [refused, refused_in_a_row])
+def test_what_cannot_be_is_refused(body: Callable[..., None]) -> None:
+    results(2, body)
 
 
 def differ(rank: int, world: str) -> None:

@@ -44,6 +44,16 @@ def test_uneven_halves_wait_for_each_other() -> None:
     assert in_halves(absent, first) == first.in_turn
 
 
+def test_blocks_in_a_row_hide_the_way_back_but_that_of_the_last_one() -> None:
+    half = Parts(before=3, there=2, experts=5, back=3)
+    ends = [19, 35, 51]  # what is computed, and one way back
+    for blocks, end in enumerate(ends, 1):
+        hidden = 2 * blocks * half.in_turn - end
+        assert math.isclose(in_halves(half, half, blocks), end + CONTENTION * hidden)
+    slow = Parts(before=1, there=10, experts=1, back=10)  # the link is busy all the time
+    assert in_halves(slow, slow, 4) < 4 * in_halves(slow, slow)
+
+
 def test_halves_never_end_before_what_one_thing_has_to_do() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
@@ -76,11 +86,13 @@ def on_h100(monkeypatch: pytest.MonkeyPatch, slower: float = 1.0) -> None:
     monkeypatch.setitem(LINKS, "cuda", replace(link, bytes_per_second=rate))
 
 
-def reckoned(tokens: int, collective: str = GATHER, captured: bool = True) -> Reckoned:
+def reckoned(
+    tokens: int, collective: str = GATHER, captured: bool = True, blocks: int = 1
+) -> Reckoned:
     with fake_group(4) as group:
         block, x = big_block(group)
         rows = (tokens, tokens // 2, tokens // 2)
-        found = reckon(block, x, exchanging(block, x), rows, collective, captured)
+        found = reckon([block] * blocks, x, exchanging([block], x), rows, collective, captured)
     assert found is not None
     return found
 
@@ -101,9 +113,9 @@ def test_halves_do_not_pay_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_halves_do_not_pay_where_the_host_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     on_h100(monkeypatch, slower=8)
-    assert reckoned(1024).pays
+    assert reckoned(4096).pays
     monkeypatch.setattr(timeline, "HOST_EXCHANGE_US", 1e5)
-    assert not reckoned(1024, captured=False).pays
+    assert not reckoned(4096, captured=False).pays
 
 
 def test_what_is_reckoned_is_said() -> None:
