@@ -202,7 +202,8 @@ def _halves_cells(args: argparse.Namespace) -> list[halves.Cell]:
     return [
         halves.Cell(
             layer=name, tokens=T, sequences=args.sequences, blocks=args.blocks,
-            of_ranks=args.of_ranks, slower=slower, collective=args.collective, captured=not args.eager,
+            of_ranks=args.of_ranks, slower=slower, collective=args.collective,
+            captured=not args.eager,
         )
         for name in args.layer
         for slower in args.slower

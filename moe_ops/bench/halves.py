@@ -245,15 +245,18 @@ def _run(call: Callable[[], Tensor], captured: bool, device: torch.device) -> Ru
 
 def table(found: Sequence[Spent]) -> str:
     """A table with one line for each cell. Ratios are the time of one batch over that of a way."""
-    rows = [("layer", "tokens", "blocks", "ranks", "link", "by", "one batch", "sent", "halves", "ratio",
-             "as planned", "ratio", "error")]  # fmt: skip
+    rows = [(
+        "layer", "tokens", "blocks", "ranks", "link", "by", "one batch", "sent", "halves", "ratio",
+        "as planned", "ratio", "error",
+    )]  # fmt: skip
     for s in found:
         c = s.cell
         rows.append((
             c.layer, f"{c.tokens} in {c.sequences}", str(c.blocks), str(c.of_ranks or "-"),
-            f"1/{c.slower}", c.collective + ("" if c.captured else ", eager"), f"{s.whole_us:.0f} us",
-            f"{s.sent_us:.0f} ({s.sent_us / s.whole_us:.0%})", f"{s.halves_us:.0f}",
-            f"{s.whole_us / s.halves_us:.3f}", "halves" if s.splits else "one batch",
-            f"{s.whole_us / s.planned_us:.3f}", f"{s.error:.1e}",
+            f"1/{c.slower}", c.collective + ("" if c.captured else ", eager"),
+            f"{s.whole_us:.0f} us", f"{s.sent_us:.0f} ({s.sent_us / s.whole_us:.0%})",
+            f"{s.halves_us:.0f}", f"{s.whole_us / s.halves_us:.3f}",
+            "halves" if s.splits else "one batch", f"{s.whole_us / s.planned_us:.3f}",
+            f"{s.error:.1e}",
         ))  # fmt: skip
     return aligned(rows)
