@@ -25,14 +25,9 @@ TINY = Case(name="tiny", T=1, E=8, K=2, D=64, I=32)
 
 def cell_of(tokens: int, slower: int = 1, of_ranks: int = 0) -> Cell:
     return Cell(
-        layer="tiny",
-        tokens=tokens,
-        sequences=2,
-        blocks=2,
-        slower=slower,
-        collective="gather",
-        captured=True,
-    )
+        layer="tiny", tokens=tokens, sequences=2, blocks=2, of_ranks=of_ranks, slower=slower,
+        collective="gather", captured=True,
+    )  # fmt: skip
 
 
 def measured(rank: int, group: str) -> None:

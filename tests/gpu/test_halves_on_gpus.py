@@ -55,23 +55,26 @@ def as_one_batch(rank: int, group: str) -> None:
 
 
 def replayed(rank: int, group: str) -> None:
-    """A graph of both halves, between whose replays inputs change and ranks are late."""
-    block = made(rank, group, ALLGATHER)
+    """A graph of both halves of three blocks, between whose replays inputs change and ranks are
+    late."""
+    blocks = [made(rank, group, ALLGATHER) for _ in range(3)]
     x = given(rank, 6)
-    plan = plan_halves(block, x, halves=True, captured=True)
+    plan = plan_halves(blocks, x, halves=True, captured=True)
     for _ in range(3):
-        two_halves(block, x, plan=plan)
+        two_halves(blocks, x, plan=plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = two_halves(block, x, plan=plan)
+        captured = two_halves(blocks, x, plan=plan)
     chance = torch.Generator().manual_seed(rank)
     for step in range(100):
         x.normal_()
-        want = two_halves(block, x, plan=plan)
+        want = two_halves(blocks, x, plan=plan)
+        whole = blocks[2](blocks[1](blocks[0](x)))
         if step % 3 == rank:
             torch.cuda._sleep(int(torch.randint(2**20, (), generator=chance)))
         graph.replay()
         assert torch.equal(captured, want), f"replay {step}"
+        assert_close(captured.float(), whole.float(), ROUNDED, f"replay {step}")
     del graph
 
 
@@ -79,5 +82,5 @@ def test_halves_are_as_one_batch(tmp_path: Path) -> None:
     on_gpus(tmp_path, as_one_batch)
 
 
-def test_a_graph_holds_both_halves(tmp_path: Path) -> None:
+def test_a_graph_holds_both_halves_of_several_blocks(tmp_path: Path) -> None:
     on_gpus(tmp_path, replayed)
