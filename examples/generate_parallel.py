@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import json
 import shlex
 import sys
@@ -139,26 +140,38 @@ Plans = dict[torch.Size, HalvesPlan]
 
 
 class InHalves(nn.Module):
-    """A decoder layer, whose prompts run in two halves if ranks agreed on it for their sizes."""
+    """Decoder layers, in which prompts run in two halves if ranks agreed on it for their sizes."""
 
-    def __init__(self, layer: nn.Module, halves: bool | None, plans: Plans) -> None:
+    def __init__(self, layers: list[nn.Module], halves: bool | None, plans: Plans) -> None:
         super().__init__()
-        self.layer, self.halves, self.plans = layer, halves, plans
+        self.layers, self.halves, self.plans = nn.ModuleList(layers), halves, plans
+        self.attention_type = getattr(layers[0], "attention_type", None)
 
     def forward(self, x: Tensor, **given: Any) -> Any:
         if x.shape[1] == 1:  # a step of decoding
-            return self.layer(x, **given)
+            for layer in self.layers:
+                x = layer(x, **given)
+            return x
         if x.shape not in self.plans:
-            self.plans[x.shape] = moe_ops.plan_halves(self.layer, x, halves=self.halves)
-        return moe_ops.two_halves(self.layer, x, plan=self.plans[x.shape], **given)
+            self.plans[x.shape] = moe_ops.plan_halves(self.layers, x, halves=self.halves)
+        return moe_ops.two_halves(self.layers, x, plan=self.plans[x.shape], **given)
 
 
 def in_halves(model: PreTrainedModel, halves: bool | None) -> Plans:
-    """Run the layers of prompts in halves, in place. Returns what ranks agree on, as it comes."""
+    """Run layers with experts in halves, in place. Returns what ranks agree on, as it comes."""
+
+    def kind(layer: nn.Module) -> tuple[Any, bool]:
+        """Of what layers in a row have alike: what they attend to, and whether they have
+        experts."""
+        has_experts = any("experts" in name for name, _ in layer.named_modules())
+        return getattr(layer, "attention_type", None), has_experts
+
     plans: Plans = {}
-    layers = model.model.layers
-    for i, layer in enumerate(layers):
-        layers[i] = InHalves(layer, halves, plans)
+    found: list[nn.Module] = []
+    for (_, has_experts), some in itertools.groupby(model.model.layers, kind):
+        layers = list(some)
+        found += [InHalves(layers, halves, plans)] if has_experts else layers
+    model.model.layers = nn.ModuleList(found)
     return plans
 
 

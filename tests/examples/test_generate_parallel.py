@@ -41,12 +41,12 @@ def test_halves_are_of_own_tokens_and_uncompiled() -> None:
 @pytest.mark.slow
 @pytest.mark.every
 @pytest.mark.parametrize(
-    "way", ["--tokens replicated", "--tokens own", "--tokens own --halves always"]
+    "way", ["--tokens replicated", "--tokens own", "--tokens own --layers 2 --halves always"]
 )
 def test_two_processes_say_that_tokens_are_those_of_one(way: str, tmp_path: Path) -> None:
     file = str(tmp_path / "speeds.json")
-    words = ("examples/generate_parallel.py", "--check", *way.split(" "), "--batch", "4", "2")
-    words += ("--layers", "1", "--json", file)
+    words = ("examples/generate_parallel.py", "--check", "--layers", "1", *way.split(" "))
+    words += ("--batch", "4", "2", "--json", file)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*TORCHRUN, *words], capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment
