@@ -161,8 +161,7 @@ def in_halves(model: PreTrainedModel, halves: bool | None) -> Plans:
     """Run layers with experts in halves, in place. Returns what ranks agree on, as it comes."""
 
     def kind(layer: nn.Module) -> tuple[Any, bool]:
-        """Of what layers in a row have alike: what they attend to, and whether they have
-        experts."""
+        """What a layer attends to, and whether it has experts."""
         has_experts = any("experts" in name for name, _ in layer.named_modules())
         return getattr(layer, "attention_type", None), has_experts
 

@@ -132,6 +132,11 @@ QUANTIZER = (
 )  # fmt: skip
 # What takes parameters that it does not name, and why.
 UNNAMED_PARAMETERS = {
+    "the arguments of a block, a cache or a collective, which it passes on": {
+        "moe_ops/halves/run.py: two_halves",
+        "moe_ops/halves/caches.py: _View.update",
+        "moe_ops/bench/halves.py: Stretched._noted",
+    },
     "options that are fields of a dataclass, by which they are checked": {
         "moe_ops/compiler.py: compile",
         "moe_ops/layer/module.py: MoELayer.__init__",

@@ -74,8 +74,11 @@ class Spent:
 class Block(nn.Module):
     """Grouped attention within each sequence and experts, each behind a norm."""
 
-    def __init__(self, case: Case, sizes: Attention, experts: MoELayer, **made: Any) -> None:
+    def __init__(
+        self, case: Case, sizes: Attention, experts: MoELayer, device: torch.device
+    ) -> None:
         super().__init__()
+        made: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         self.sizes, self.experts = sizes, experts
         queries, keys = sizes.H * sizes.size, sizes.N * sizes.size
         self.norms = nn.ModuleList(nn.RMSNorm(case.D, **made) for _ in range(2))
@@ -176,7 +179,7 @@ def _block(cell: Cell, most: int, device: torch.device) -> Block:
         tokens="own", group=dist.group.WORLD.group_name, max_num_tokens=most,
         dtype=torch.bfloat16, device=device,
     )  # fmt: skip
-    block = Block(case, ATTENTION[cell.layer], layer, dtype=torch.bfloat16, device=device)
+    block = Block(case, ATTENTION[cell.layer], layer, device)
     generator = torch.Generator(device)
     for name, p in block.named_parameters():
         # What is no expert is the same on every rank.
