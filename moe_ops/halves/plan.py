@@ -21,6 +21,10 @@ Value = int | str  # that a rank tells of itself
 NAME = "two_halves"
 MOST_REASON = 400  # characters, of what ranks tell each other
 ON_CPU = "the processors that compute send, too"
+FROM_PYTHON = (
+    "launched from Python, halves took longer in all that was measured; capture the calls in a "
+    "CUDA graph, and say captured=True"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,7 @@ def plan_halves(
     block: one, or several, as `two_halves` takes them. x: [sequences, tokens, hidden_size], which
     may differ from rank to rank in sequences and tokens. halves: None for what takes less time,
     True for halves wherever they can be, False for one batch. captured: whether a CUDA graph will
-    hold the calls, for which the host takes no time.
+    hold the calls; launched from Python halves take longer.
 
     A plan serves all blocks like these, as many at once, and calls in which no rank has more
     tokens, in all and in a half. Every rank of the block's group has to call it. Rank 0 reckons,
@@ -148,7 +152,9 @@ def _reckoned(
 ) -> tuple[bool, str]:
     if x.is_cpu:
         return False, ON_CPU
-    found: Reckoned | None = reckon(blocks, x, experts, rows, collective, captured)
+    if not captured:
+        return False, FROM_PYTHON
+    found: Reckoned | None = reckon(blocks, x, experts, rows, collective)
     if found is None:
         return False, "what the experts take is not known"
     return found.pays, str(found)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_ops.halves import timeline
+from moe_ops.halves import plan, timeline
 from moe_ops.halves.found import exchanging
 from moe_ops.halves.timeline import CONTENTION, Parts, Reckoned, in_halves, reckon
 from moe_ops.layer import MoELayer
@@ -19,6 +22,7 @@ from moe_ops.ranks.links import LINKS
 from moe_ops.ranks.transport import EXCHANGE, GATHER
 from tests.distributed.attention_block import Block
 from tests.distributed.ranks import fake_group
+from tests.sources import ROOT
 
 # Parts of both halves alike, when they end, and what of the link is hidden by then.
 ALIKE = {
@@ -86,13 +90,11 @@ def on_h100(monkeypatch: pytest.MonkeyPatch, slower: float = 1.0) -> None:
     monkeypatch.setitem(LINKS, "cuda", replace(link, bytes_per_second=rate))
 
 
-def reckoned(
-    tokens: int, collective: str = GATHER, captured: bool = True, blocks: int = 1
-) -> Reckoned:
+def reckoned(tokens: int, collective: str = GATHER, blocks: int = 1) -> Reckoned:
     with fake_group(4) as group:
         block, x = big_block(group)
         rows = (tokens, tokens // 2, tokens // 2)
-        found = reckon([block] * blocks, x, exchanging([block], x), rows, collective, captured)
+        found = reckon([block] * blocks, x, exchanging([block], x), rows, collective)
     assert found is not None
     return found
 
@@ -111,11 +113,26 @@ def test_halves_do_not_pay_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> No
     assert not reckoned(64, EXCHANGE).pays
 
 
-def test_halves_do_not_pay_where_the_host_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_pay_in_graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     on_h100(monkeypatch, slower=8)
-    assert reckoned(4096).pays
-    monkeypatch.setattr(timeline, "HOST_EXCHANGE_US", 1e5)
-    assert not reckoned(4096, captured=False).pays
+    with fake_group(4) as group:
+        block, x = big_block(group)
+        given = ([block], x, exchanging([block], x), (4096, 2048, 2048), GATHER)
+        splits, reason = plan._reckoned(*given, captured=True)
+        assert splits and "us are reckoned for two halves" in reason
+        assert plan._reckoned(*given, captured=False) == (False, plan.FROM_PYTHON)
+
+
+MEASURED = json.loads((ROOT / "benchmarks/results/halves_h200.json").read_text())["halves"]
+
+
+@pytest.mark.parametrize("one", MEASURED, ids=lambda m: m["reason"][:16])
+def test_what_was_measured_is_never_run_the_slower_way(one: dict[str, Any]) -> None:
+    """With the gain that is asked for now, of what was reckoned then."""
+    halves, whole = (int(n) for n in re.findall(r"(\d+)(?: us are| for one batch)", one["reason"]))
+    found = Reckoned(whole_us=whole, halves_us=halves, sent_us=0)
+    runs_in_halves = found.pays and one["cell"]["captured"]
+    assert one["whole_us"] / (one["halves_us"] if runs_in_halves else one["whole_us"]) >= 0.98
 
 
 def test_what_is_reckoned_is_said() -> None:
