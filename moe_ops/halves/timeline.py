@@ -28,8 +28,8 @@ REACHED = 0.9
 LAUNCHES_US = 100.0  # of a half: small launches, which take as long for fewer tokens
 # How much faster two halves have to be by this. On two H200, in graphs, what was reckoned to be
 # 1.11 to 1.20 times as fast took 0.96 to 1.01 of it, 1.21 to 1.41 gave 1.05 to 1.08
-# (benchmarks/results/halves_h200.json): a GPU that computes all the time lowers its clock, and
-# NCCL takes memory from what computes, too.
+# (benchmarks/results/halves_h200.json): what the collective takes of memory and multiprocessors is
+# reckoned too low.
 LEAST_GAIN = 1.2
 
 
