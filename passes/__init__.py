@@ -25,6 +25,7 @@ from moe_ops.passes.merge_linears import merge_linears
 from moe_ops.passes.merge_quantized_linears import merge_quantized_linears
 from moe_ops.passes.pick_backend import pick_backend
 from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.run_beside import run_beside
 
 Pass = Callable[[fx.Graph, Context], int]
 
@@ -38,6 +39,7 @@ PIPELINE: tuple[Pass, ...] = (
     fuse_moe,
     pick_backend,
     lower,
+    run_beside,
     merge_linears,
     merge_quantized_linears,
     fuse_norm,

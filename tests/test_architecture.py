@@ -38,17 +38,20 @@ MAY_IMPORT = {
     "installed": May(),
     "arena": May(),
     "twin": May(frozenset({"interop"})),
+    "streams": May(),
     "testing": May(LOW),
     "ranks": May(frozenset({"checks", "interop", "registry"})),
     "ops": May(LOW | {"fake_impls", "quant", "ranks"}),
     "kernels": May(frozenset({"interop"}), TRITON),
     "decode_ops": May(OP | {"fake_impls", "kernels", "quant"}),
-    "backends": May(OP | {"arena", "decode_ops", "installed", "kernels", "quant", "terminal"}),
+    "backends": May(
+        OP | {"arena", "decode_ops", "installed", "kernels", "quant", "streams", "terminal"}
+    ),
     "quant": May(frozenset({"checks", "fake_impls", "interop"})),
     "parallel": May(OP),
     "prepared": May(OP),
     "main_grad": May(LOW | {"prepared"}),
-    "layer": May(OP | {"main_grad", "prepared", "quant", "parallel"}),
+    "layer": May(OP | {"main_grad", "prepared", "quant", "parallel", "streams"}),
     "weights": May(
         LOW | {"layer", "kernels", "prepared", "quant"}, frozenset({"torch", "safetensors", "gguf"})
     ),
@@ -73,7 +76,8 @@ MAY_IMPORT = {
     ),
     # torch writes symbolic sizes in sympy.
     "passes": May(
-        BACKEND | {"decode_ops", "graphs", "installed", "planning", "prepared", "terminal"},
+        BACKEND
+        | {"decode_ops", "graphs", "installed", "planning", "prepared", "streams", "terminal"},
         frozenset({"torch", "sympy"}),
     ),
     # It knows passes, forward and generation; neither of the latter knows passes.

@@ -2,7 +2,8 @@
 
 # Ahead of what backends share with ops: torch looks through all modules that are loaded whenever a
 # file that it has not met registers fakes.
-import moe_ops.ops  # noqa: F401
+import moe_ops.ops
+import moe_ops.streams  # noqa: F401
 from moe_ops.backends import (
     aten,
     aten_decode,

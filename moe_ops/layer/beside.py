@@ -1,39 +1,47 @@
-"""What runs on a stream of its own while ranks exchange tokens."""
+"""Shared experts of a layer that runs eagerly, or is captured as it runs, beside routed ones."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from moe_ops import streams
 from moe_ops.registry.gradients import needs_grad
 
 
-def start(module: nn.Module, x_TD: Tensor) -> Callable[[], Tensor]:
+def start(module: nn.Module, x_TD: Tensor, asked: bool | None) -> Callable[[], Tensor]:
     """Start `module(x_TD)`; what is returned waits for the result and gives it, once.
 
-    On a CUDA device the module runs on a stream of its own, in a graph that is captured, too. On a
-    CPU, while a graph is traced, and where something requires grad, it runs when it is asked for.
+    The module runs on a second stream of a GPU, in a graph that is captured, too, if that is
+    `asked`; None: if it was measured to pay. Where `refusal` has a reason it runs when its result
+    is asked for.
     """
-    traced = torch.compiler.is_compiling() or torch.compiler.is_exporting()
-    if traced or x_TD.device.type != "cuda" or needs_grad(x_TD, *module.parameters()):
+    if refusal(module, x_TD) is not None or not _pays(module, x_TD, asked):
         return lambda: module(x_TD)
-    here, there = torch.cuda.current_stream(x_TD.device), _second_stream(x_TD.device)
-    there.wait_stream(here)
-    with torch.cuda.stream(there):
+    with torch.cuda.stream(streams.fork(x_TD.device)):
         out_TD: Tensor = module(x_TD)
-    x_TD.record_stream(there)  # or its memory may be given away before the module has read it
 
-    def wait() -> Tensor:
-        here.wait_stream(there)
-        out_TD.record_stream(here)
+    def wait(held_TD: Tensor = x_TD) -> Tensor:  # or its memory may be given away before
+        streams.join(held_TD.device)
         return out_TD
 
     return wait
 
 
-@functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def refusal(module: nn.Module, x_TD: Tensor) -> str | None:
+    """Why shared experts run in the order of the code, whatever is asked for, or None."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return "a graph is traced, in which a pass of moe_ops.compile places them"
+    if x_TD.device.type != "cuda":
+        return f"a {x_TD.device.type} has no second stream"
+    if needs_grad(x_TD, *module.parameters()):
+        return "a gradient is asked for, which runs in the order of the forward"
+    return None
+
+
+def _pays(module: nn.Module, x_TD: Tensor, asked: bool | None) -> bool:
+    nbytes = sum([weight.nbytes for weight in module.parameters()])
+    limits, _ = streams.limits(asked, x_TD.device, nbytes)
+    return limits.beside(x_TD)

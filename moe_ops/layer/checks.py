@@ -43,6 +43,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         )
     for name in ("bias", "balanced", "separate"):
         check_flag(name, given[name])
+    if given["beside"] is not None:
+        check_flag("beside, where it is not None,", given["beside"])
     for name, (kind, wanted) in CLASSES.items():
         check_type(name, given[name], kind, wanted)
     for name in ("routing", "activation", "parallel"):

@@ -178,6 +178,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         self.reduce_results: Reduction = told.given["reduce_results"]
         self.exchange = exchange
         self.shared_reduction, self.separate = told.shared.shared_reduction, told.shared.separate
+        self.beside = told.shared.beside
         self.tokens, self.max_num_tokens = told.given["tokens"], told.given["max_num_tokens"]
         self._missing_exchange = missing_exchange(parallel, self.tokens)
         shared = told.shared.shared_experts
@@ -281,8 +282,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
         if self.exchange is None:
-            routed_TD = self.run_experts(routed_TD, weights_TK, ids_TK)
-            parts = result_of(self._combination(), routed_TD, x_TD)
+            run = partial(self.run_experts, routed_TD, weights_TK, ids_TK)
+            parts = result_of(self._combination(), x_TD, run)
         else:
             check_size("x", routed_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
             ranks = Ranks(self.exchange, self.rank_of_P, self.slot_of_P)
@@ -339,7 +340,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         return Combination(
             shared=self.shared_experts, transform=self.routed_output_transform,
             shared_reduction=self.shared_reduction, separate=self.separate,
-            reduction=self.reduce_results, rank=self.parallel.rank,
+            reduction=self.reduce_results, rank=self.parallel.rank, beside=self.beside,
         )  # fmt: skip
 
     @property

@@ -56,7 +56,8 @@ class Combination:
     """How a layer's result is made of what its routed experts return on this rank.
 
     shared: a module of shared experts, whose result is added, and what that is by shared_reduction;
-    transform: what routed experts' sum goes through; reduction: what adds the parts of the ranks.
+    transform: what routed experts' sum goes through; reduction: what adds the parts of the ranks;
+    beside: whether the module runs on a second stream.
     """
 
     shared: nn.Module | None
@@ -65,6 +66,7 @@ class Combination:
     separate: bool
     reduction: Reduction
     rank: int
+    beside: bool | None
 
     def check(self, ranks: int, apart: bool) -> None:
         """Raise ValueError, saying what to do, unless `result_of` can make something of it.
@@ -83,6 +85,12 @@ class Combination:
                 "separate=True returns what a module of shared experts returns by itself, but "
                 "there is no such module; give it as shared_experts, or leave out separate"
             )
+        if self.beside and self.shared is None:
+            raise ValueError(
+                "beside=True runs a module of shared experts on a second stream, but there is none "
+                "(fused ones are launched with routed experts); give it as shared_experts, or "
+                "leave out beside"
+            )
         biased = isinstance(self.transform, nn.Linear) and self.transform.bias is not None
         if biased and ranks > 1 and self.reduction is None:
             raise ValueError(
@@ -92,21 +100,24 @@ class Combination:
             )
 
 
-def result_of(how: Combination, routed_TD: Tensor, x_TD: Tensor) -> tuple[Tensor, ...]:
-    """A layer's result from its routed part; if separate, that of shared experts and the rest."""
+def result_of(how: Combination, x_TD: Tensor, routed: Callable[[], Tensor]) -> tuple[Tensor, ...]:
+    """A layer's result, of which `routed` gives this rank's routed part; if separate, that of
+    shared experts and the rest. Shared experts run beside it where that pays."""
     shared, reduction = how.shared, how.reduction
     partial = how.shared_reduction == PARTIAL
-    if partial and shared is not None and how.transform is None and not how.separate:
-        return (_reduced(_added(routed_TD, shared(x_TD)), reduction),)  # at once
+    # Where nothing reduces, the first rank adds what is replicated for all.
+    here = partial or how.separate or reduction is not None or how.rank == 0
+    started = None if shared is None or not here else beside.start(shared, x_TD, how.beside)
+    routed_TD = routed()
+    if partial and started is not None and how.transform is None and not how.separate:
+        return (_reduced(_added(routed_TD, started()), reduction),)  # at once
     # The sum of the ranks is transformed, by whatever module, and mostly less wide than the result.
     routed_TD = _reduced(routed_TD, reduction)
     if how.transform is not None:
         routed_TD = how.transform(routed_TD)
-    if shared is None:
+    if started is None:
         return (routed_TD,)
-    if not (partial or how.separate) and reduction is None and how.rank > 0:
-        return (routed_TD,)  # the first rank adds it for all
-    shared_TD = _reduced(shared(x_TD), reduction) if partial else shared(x_TD)
+    shared_TD = _reduced(started(), reduction) if partial else started()
     return (shared_TD, routed_TD) if how.separate else (_added(routed_TD, shared_TD),)
 
 
@@ -114,8 +125,10 @@ def result_over_ranks(
     how: Combination, tp_group: str, x_TD: Tensor, routed: Callable[[], Tensor]
 ) -> tuple[Tensor, ...]:
     """A layer's result for tokens of a rank's own, of which `routed` gives the whole routed part.
-    Shared experts run beside it. tp_group: neighbours with the same tokens."""
-    started = None if how.shared is None else beside.start(how.shared, x_TD)
+    Shared experts run beside it, unless they are not to. tp_group: neighbours with the same
+    tokens."""
+    asked = how.beside is not False  # what ranks wait for each other is theirs
+    started = None if how.shared is None else beside.start(how.shared, x_TD, asked)
     routed_TD = routed()
     if how.transform is not None:
         routed_TD = how.transform(routed_TD)

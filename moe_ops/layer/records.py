@@ -28,11 +28,17 @@ class SharedExperts:
 
     With separate, forward returns (shared, routed) instead of their sum, each reduced or a part as
     the sum would be, and a "replicated" shared one on every rank.
+
+    beside: run a module on a second stream of a GPU, beside routed experts; None: where ranks
+    exchange tokens, and elsewhere where that was measured to pay. On a CPU, where a gradient is
+    asked for, and while a graph is traced it runs in the order of the code: in graphs the option
+    `beside` of `moe_ops.compile` says it.
     """
 
     shared_experts: nn.Module | int = 0
     shared_reduction: str = PARTIAL
     separate: bool = False
+    beside: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class Fields(TypedDict, total=False):
 
     shared_reduction: str
     separate: bool
+    beside: bool | None
     routed_input_transform: nn.Module | None
     routed_output_transform: nn.Module | None
     group: str

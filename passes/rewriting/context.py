@@ -23,9 +23,10 @@ class Options:
     and a backend, the last count None: ((64, "cpu"), (None, "aten")). None leaves the choice to the
     plan. tuned: a file that `moe_ops.tune` wrote, for the plan to go by. strict: raise instead of
     leaving a region to a slower way, experts in no form that a pass knows among them. linears: run
-    other products of few rows with parameters, on a GPU, by kernels of ours. stop_after: the name
-    of the last pass to run. dump: label the graph before and after each pass for depyf and
-    TORCH_LOGS.
+    other products of few rows with parameters, on a GPU, by kernels of ours. beside: run shared
+    experts on a second stream of a GPU, beside routed ones; None: where that was measured to pay.
+    stop_after: the name of the last pass to run. dump: label the graph before and after each pass
+    for depyf and TORCH_LOGS.
 
     Lists in place of tuples, and a path in place of its string, are made into these. Raises
     TypeError for an option of another type, and ValueError for thresholds that are none.
@@ -35,6 +36,7 @@ class Options:
     tuned: str | None = None
     strict: bool = False
     linears: bool = True
+    beside: bool | None = None
     stop_after: str | None = None
     dump: bool = False
 
