@@ -6,8 +6,8 @@ them frees is given away in order: what the second stream makes comes from a poo
 which it alone takes, behind a fork. What it reads has to be held until the join.
 
 Graphs get a pair of ops: `begin_shared` runs a shared expert, and `await_shared`, which nothing
-that reads the result may come before, joins. Both hold the tokens, so that no compiler gives their
-memory away in between.
+that reads the result may come before, joins. Both take the same tokens, so that no compiler gives
+their memory away in between.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Limits:
         """As graphs hold them."""
         return (*self.captured, *self.eager)
 
-    def beside(self, x_TD: Tensor) -> bool:
+    def beside(self, x: Tensor) -> bool:
         """Whether shared experts of these tokens run beside routed ones, here and now."""
-        return _beside(x_TD, self.flat)
+        return _beside(x, self.flat)
 
 
 NEVER, ALWAYS = (1, 0), (1, MOST)
@@ -59,6 +59,7 @@ ASKED_FOR = Limits(captured=ALWAYS, eager=ALWAYS)
 MEASURED: dict[str, Limits] = {}
 
 _seconds: dict[tuple[int, int], torch.cuda.Stream] = {}
+_begun: dict[tuple[int, int], int] = {}  # where the tokens are that graphs last gave to them
 _library = Library("moe_ops", "FRAGMENT")
 
 
@@ -87,94 +88,99 @@ def _words(of: tuple[int, int]) -> str:
 
 def fork(device: torch.device) -> torch.cuda.Stream:
     """The second stream of the current one, behind all that this one was given."""
-    here, there = _both(device)
+    _, here, there = _both(device)
     there.wait_stream(here)
     return there
 
 
 def join(device: torch.device) -> None:
     """Have the current stream wait for its second one."""
-    here, there = _both(device)
+    _, here, there = _both(device)
     here.wait_stream(there)
 
 
-def _both(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+def _both(device: torch.device) -> tuple[tuple[int, int], torch.cuda.Stream, torch.cuda.Stream]:
     here = torch.cuda.current_stream(device)
     key = (here.device_index, here.cuda_stream)
     there = _seconds.get(key)
     if there is None:
         there = _seconds.setdefault(key, torch.cuda.Stream(device))
-    return here, there
+    return key, here, there
 
 
 def shared_expert(
-    x_TD: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str
+    x: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str
 ) -> Tensor:
-    """A shared expert of tokens [T, D]: W2 h, times sigmoid(g x) with a gate.
+    """A shared expert of tokens [..., D]: W2 h, times sigmoid(g x) with a gate.
 
     h is act(W x) of one weight [I, D], act(W_g x) * W_u x of two, or the same of one [2I, D] with
     the rows of the gate first. Rounded as PyTorch does, an op at a time.
     """
     act, width = ACTIVATIONS[kind], w2_DI.shape[1]
-    ys = [F.linear(x_TD, w) for w in w13]
+    ys = [F.linear(x, w) for w in w13]
     if ys[0].shape[1] == 2 * width:
         ys = [*ys[0].chunk(2, dim=-1)]
-    h_TI = act(ys[0])
+    h = act(ys[0])
     if len(ys) == 2:
-        h_TI = h_TI * ys[1]
-    out_TD = F.linear(h_TI, w2_DI)
-    return out_TD if gate_1D is None else torch.sigmoid(F.linear(x_TD, gate_1D)) * out_TD
+        h = h * ys[1]
+    out = F.linear(h, w2_DI)
+    return out if gate_1D is None else torch.sigmoid(F.linear(x, gate_1D)) * out
 
 
 def _begin(
-    x_TD: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str,
+    x: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str,
     limits: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    if not _beside(x_TD, limits):
-        return shared_expert(x_TD, w13, w2_DI, gate_1D, kind)
-    with torch.cuda.stream(fork(x_TD.device)):
-        return shared_expert(x_TD, w13, w2_DI, gate_1D, kind)
+    if not _beside(x, limits):
+        return shared_expert(x, w13, w2_DI, gate_1D, kind)
+    key, _, _ = _both(x.device)
+    _begun[key] = x.data_ptr()
+    with torch.cuda.stream(fork(x.device)):
+        return shared_expert(x, w13, w2_DI, gate_1D, kind)
 
 
-def _await(shared_TD: Tensor, x_TD: Tensor, routed: Tensor, limits: Sequence[int]) -> None:
-    if _beside(x_TD, limits):
-        join(x_TD.device)
+def _await(shared: Tensor, x: Tensor, routed: Tensor, limits: Sequence[int]) -> None:
+    if _beside(x, limits):
+        key, _, _ = _both(x.device)
+        same = _begun.pop(key) == x.data_ptr()
+        assert same, "the tokens that a graph holds are a copy of those that are read"
+        join(x.device)
 
 
-def _beside(x_TD: Tensor, limits: Sequence[int]) -> bool:
-    if not x_TD.is_cuda:
+def _beside(x: Tensor, limits: Sequence[int]) -> bool:
+    if not x.is_cuda:
         return False
     first = 0 if torch.cuda.is_current_stream_capturing() else 2
-    return limits[first] <= x_TD.shape[0] <= limits[first + 1]
+    return limits[first] <= x.numel() // x.shape[-1] <= limits[first + 1]
 
 
 def _fake_begin(
-    x_TD: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str,
+    x: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str,
     limits: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    return x_TD.new_empty((x_TD.shape[0], w2_DI.shape[0]))
+    return x.new_empty((*x.shape[:-1], w2_DI.shape[0]))
 
 
-def _fake_await(shared_TD: Tensor, x_TD: Tensor, routed: Tensor, limits: Sequence[int]) -> None:
+def _fake_await(shared: Tensor, x: Tensor, routed: Tensor, limits: Sequence[int]) -> None:
     """Nothing is computed."""
 
 
 # `await_shared` says that it writes what others may read behind it alone: graphs keep that order.
+# Neither asks for strides, for which Inductor would copy the tokens.
 for _name, _schema, _run, _fake in (
     (
         "begin_shared",
-        "(Tensor x_TD, Tensor[] w13, Tensor w2_DI, Tensor? gate_1D, str kind, int[] limits)"
-        " -> Tensor",
+        "(Tensor x, Tensor[] w13, Tensor w2_DI, Tensor? gate_1D, str kind, int[] limits) -> Tensor",
         _begin,
         _fake_begin,
     ),
     (
         "await_shared",
-        "(Tensor(a!) shared_TD, Tensor x_TD, Tensor routed, int[] limits) -> ()",
+        "(Tensor(a!) shared, Tensor x, Tensor routed, int[] limits) -> ()",
         _await,
         _fake_await,
     ),
 ):
-    _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
+    _library.define(_name + _schema, tags=(torch.Tag.flexible_layout,))
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     register_fake(f"moe_ops::{_name}", _fake, lib=_library)

@@ -30,6 +30,7 @@ from moe_ops.passes.rewriting.graph import (
     call,
     each,
     expression,
+    has_shape,
     insert,
     is_call,
     operand,
@@ -39,6 +40,7 @@ from moe_ops.passes.rewriting.graph import (
     prims,
     require,
     tensor,
+    value,
 )
 from moe_ops.passes.rewriting.planned import waiting
 
@@ -50,6 +52,7 @@ ROUTED = tuple(
     for name in op.overloads()
 )
 SUMS = tuple(getattr(ops.sum_ranks, name) for name in ops.sum_ranks.overloads())
+RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 # Ops at which Inductor takes a graph apart, or whose results have sizes that the host waits for.
 WAITING = {
@@ -72,7 +75,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedExpert:
-    """A shared expert as `begin_shared` takes it, but that its tokens may have more axes."""
+    """A shared expert as `begin_shared` takes it."""
 
     tokens: fx.Node
     w13: tuple[fx.Node, ...]
@@ -156,25 +159,38 @@ def _require_joined(graph: fx.Graph, expert: SharedExpert, found: Sum) -> None:
 
 
 def _insert(graph: fx.Graph, found: Sum, expert: SharedExpert, limits: streams.Limits) -> None:
-    """Put the pair of ops into the graph, and the result in the place of the shared expert's."""
+    """Put the pair of ops into the graph, and the result in the place of the shared expert's.
+
+    Both take the tokens themselves, and no view of them: of a view that is not yet in memory
+    Inductor would make a copy for each.
+    """
     flat, node, x = list(limits.flat), found.node, expert.tokens
-    with graph.inserting_before(_behind(expert.tokens)):
-        if tensor(x).dim() != 2:
-            x = insert(graph, aten.reshape.default, (x, [-1, tensor(x).shape[-1]]), node)
+    sizes = _sizes(tensor(x), node if found.shared is None else found.shared)
+    with graph.inserting_before(_behind(x)):
         arguments = (x, list(expert.w13), expert.w2, expert.gate, expert.kind, flat)
         shared = insert(graph, ops.begin_shared.default, arguments, node)
     with graph.inserting_before(node):
         insert(graph, ops.await_shared.default, (shared, x, found.last, flat), node)
-        if found.shared is None:
-            total = insert(graph, aten.add.Tensor, (found.term, shared), node)
-            node.replace_all_uses_with(total)
-            graph.erase_node(node)
-            return
-        like = tensor(found.shared)
-        if like.dim() != 2:
-            sizes = [-1, *like.shape[1:]]
+        if sizes is not None:
             shared = insert(graph, aten.reshape.default, (shared, sizes), node)
-        node.replace_input_with(found.shared, shared)
+        if found.shared is not None:
+            node.replace_input_with(found.shared, shared)
+            return
+        total = insert(graph, aten.add.Tensor, (found.term, shared), node)
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)
+
+
+def _sizes(x: Tensor, replaced: fx.Node) -> Any:
+    """The sizes, as a graph has them, that a result in the shape of the tokens is to have in the
+    place of another node; None: those it has. Raises Mismatch if that is not known."""
+    wanted = tensor(replaced)
+    if has_shape(wanted, *x.shape[:-1], wanted.shape[-1]):
+        return None
+    if wanted.dim() == 2:
+        return [-1, wanted.shape[1]]
+    require(is_call(replaced, *RESHAPED), f"{replaced} has other axes than the tokens")
+    return operand(replaced, 1)
 
 
 def _behind(node: fx.Node) -> fx.Node:
@@ -201,12 +217,21 @@ def read(found: Sum, parameters: set[fx.Node]) -> SharedExpert:
     linears = [_linear(node, parameters) for node in firsts]
     roots = {peel(x) for x, _ in (*linears, *gates)}
     require(len(roots) == 1, "its products are of several inputs")
+    (tokens,) = roots
+    require(not _is_view(tokens), f"its tokens are a part of {tokens}")
     _require_alone(between(out, roots | parameters), reader, roots | parameters)
     kind, order = _activation(h, firsts)
     return SharedExpert(
-        tokens=roots.pop(), w13=tuple(linears[i][1] for i in order), w2=_weight(w2, parameters),
+        tokens=tokens, w13=tuple(linears[i][1] for i in order), w2=_weight(w2, parameters),
         gate=gates[0][1] if gates else None, kind=kind,
     )  # fmt: skip
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node gives memory of its input."""
+    target: Any = node.target
+    returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
+    return any(r.alias_info is not None for r in returns)
 
 
 def _require_alone(inner: set[fx.Node], reader: fx.Node, leaves: set[fx.Node]) -> None:
@@ -246,8 +271,8 @@ def _products_under(node: Any) -> list[fx.Node]:
     found, stack, seen = [], [node], set()
     while stack:
         one = stack.pop()
-        if not isinstance(one, fx.Node) or one in seen:
-            continue
+        if not isinstance(one, fx.Node) or one in seen or not isinstance(value(one), Tensor):
+            continue  # a number or a size
         seen.add(one)
         if is_call(one, *PRODUCTS):
             found.append(one)

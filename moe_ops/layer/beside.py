@@ -23,8 +23,8 @@ def start(module: nn.Module, x_TD: Tensor, asked: bool | None) -> Callable[[], T
     with torch.cuda.stream(streams.fork(x_TD.device)):
         out_TD: Tensor = module(x_TD)
 
-    def wait(held_TD: Tensor = x_TD) -> Tensor:  # or its memory may be given away before
-        streams.join(held_TD.device)
+    def wait() -> Tensor:  # it holds the tokens, or their memory may be given away before
+        streams.join(x_TD.device)
         return out_TD
 
     return wait
