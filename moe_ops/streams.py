@@ -118,7 +118,7 @@ def shared_expert(
     """
     act, width = ACTIVATIONS[kind], w2_DI.shape[1]
     ys = [F.linear(x, w) for w in w13]
-    if ys[0].shape[1] == 2 * width:
+    if ys[0].shape[-1] == 2 * width:
         ys = [*ys[0].chunk(2, dim=-1)]
     h = act(ys[0])
     if len(ys) == 2:

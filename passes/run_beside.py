@@ -52,6 +52,7 @@ ROUTED = tuple(
     for name in op.overloads()
 )
 SUMS = tuple(getattr(ops.sum_ranks, name) for name in ops.sum_ranks.overloads())
+OF_TENSORS = (Tensor, tuple, list)
 RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 PRODUCTS = (aten.mm.default, aten.addmm.default)
 # Ops at which Inductor takes a graph apart, or whose results have sizes that the host waits for.
@@ -271,7 +272,7 @@ def _products_under(node: Any) -> list[fx.Node]:
     found, stack, seen = [], [node], set()
     while stack:
         one = stack.pop()
-        if not isinstance(one, fx.Node) or one in seen or not isinstance(value(one), Tensor):
+        if not isinstance(one, fx.Node) or one in seen or not isinstance(value(one), OF_TENSORS):
             continue  # a number or a size
         seen.add(one)
         if is_call(one, *PRODUCTS):
