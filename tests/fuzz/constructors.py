@@ -256,6 +256,7 @@ LAYER = {
     "routed_input_transform": Slot(legal=(None, nn.Linear(D, D)), illegal=NO_MODULE),
     "routed_output_transform": Slot(legal=(None, nn.Linear(D, D, bias=False)), illegal=NO_MODULE),
     "separate": FLAG,
+    "beside": optional(FLAG),
     "quant": Slot(
         legal=(None, "none", "int8:row", QuantConfig(weights="int4:1x4")),
         illegal=(*NO_NAME[1:], "mxfp5", "fp8_w8a8", SCHEMES, Format.of("int8:row")),

@@ -70,6 +70,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "shared_reduction='all' is unknown; choose one of partial, replicated",
     ),
+    "beside_nothing": (
+        {"beside": True, "shared_experts": 1},
+        ValueError,
+        "beside=True runs a module of shared experts on a second stream, but there is none (fused",
+    ),
     "reduce_results": (
         {"reduce_results": 3},
         TypeError,
@@ -150,6 +155,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "routed_output_transform must be a module or None, got an int: 48",
     ),
     "separate": ({"separate": 1}, "separate must be True or False, got an int: 1"),
+    "beside": (
+        {"beside": "auto"}, "beside, where it is not None, must be True or False, got a str: 'auto'"
+    ),
     "tokens": ({"tokens": True}, "tokens must be a str, got a bool: True"),
     "max_num_tokens": ({"max_num_tokens": 2.5}, "max_num_tokens must be an int, got a float: 2.5"),
     "parallel": ({"parallel": 4}, "parallel must be a ParallelConfig, such as ParallelConfig.of("),

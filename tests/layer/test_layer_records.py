@@ -21,8 +21,13 @@ EP = ParallelConfig(ep_size=2, ep_rank=1)
 # By record, and each field by itself.
 ALIKE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared module": (
-        {"shared_experts": SharedExperts(MLP, "replicated", separate=True)},
-        {"shared_experts": MLP, "shared_reduction": "replicated", "separate": True},
+        {"shared_experts": SharedExperts(MLP, "replicated", separate=True, beside=False)},
+        {
+            "shared_experts": MLP,
+            "shared_reduction": "replicated",
+            "separate": True,
+            "beside": False,
+        },
     ),
     "fused shared": ({"shared_experts": SharedExperts(2)}, {"shared_experts": 2}),
     "latent": (

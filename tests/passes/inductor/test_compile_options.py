@@ -69,6 +69,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "empty": ({"thresholds": ()}, ValueError, "and None as the last"),
     "strict": ({"strict": "no"}, TypeError, "strict must be True or False, got a str: 'no'"),
     "linears": ({"linears": None}, TypeError, "linears must be True or False, got None"),
+    "beside": ({"beside": "auto"}, TypeError, "beside must be "),
     "dump": ({"dump": 1}, TypeError, "dump must be True or False, got an int: 1"),
     "stop_after": (
         {"stop_after": "pick_backends"},
