@@ -98,6 +98,8 @@ def run_beside(graph: fx.Graph, context: Context) -> int:
     parameters = parameters_of(graph)
     sums = [sum_of(node) for node in graph.nodes if is_call(node, *ROUTED)]
     found = {s.node: s for s in sums if s is not None and is_expert_like(s)}
+    if context.options.beside is None:  # nobody asked, and other devices have no streams
+        found = {node: s for node, s in found.items() if tensor(node).device.type == "cuda"}
 
     def rewrite(node: fx.Node) -> str:
         return _rewrite(graph, found[node], parameters, context)
@@ -142,7 +144,7 @@ def _rewrite(graph: fx.Graph, found: Sum, parameters: set[fx.Node], context: Con
     require(fits, f"{why}; here are {T}")
     _require_joined(graph, expert, found)
     _insert(graph, found, expert, limits)
-    return f"{expert.nbytes / 2**20:.1f} MiB of a shared expert beside {found.routed.name}: {why}"
+    return f"{expert.nbytes / 2**20:.1f} MiB on a second stream: {why}"
 
 
 def _may_be(T: Any, least: int, most: int) -> bool:

@@ -87,6 +87,7 @@ class Region:
     at: tuple[At, ...]
     curve: tuple[At, ...]  # the same at numbers of tokens to plot
     padding: str = ""  # sizes that the layer rounds up, and who asked for it; empty: none
+    shared: str = ""  # of shared experts on a second stream: which, and why; empty: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +212,7 @@ def _region(number: int, region: Region) -> str:
     found = [_wrapped(f"{number}. {region.op}, {count(n, 'layer')}{where}", "")]
     found += [_named("sizes", sizes(region)), _named("rows", span(*region.rows))]
     found += [_named("padded", region.padding)] if region.padding else []
+    found += [_named("shared", region.shared)] if region.shared else []
     lifted = region.lifted_from or ("the model calls the op itself",)
     found += [_named("lifted from" if i == 0 else "", text) for i, text in enumerate(lifted)]
     found += [_named("runs on" if i == 0 else "", text) for i, text in enumerate(runs(region))]

@@ -124,6 +124,7 @@ def _regions(found: Explanation) -> str:
         facts: list[tuple[str, Sequence[str]]] = [("sizes", [sizes(region)])]
         facts += [("rows", [span(*region.rows)])]
         facts += [("padded", [region.padding])] if region.padding else []
+        facts += [("shared", [region.shared])] if region.shared else []
         facts += [("lifted from", lifted), ("runs on", runs(region)), ("refused", refused(region))]
         facts += [("path", paths(region))]
         facts += [("elsewhere", away)] if (away := elsewhere(region)) else []

@@ -13,6 +13,7 @@ from moe_ops.passes.explain.explanation import At, LeftAlone, Region, Run
 from moe_ops.passes.inductor.pipeline import GraphRun
 from moe_ops.passes.lower import RULE
 from moe_ops.passes.rewriting.context import Note
+from moe_ops.passes.run_beside import RULE as BESIDE
 from moe_ops.planning.cost import Cost, Device, cost
 from moe_ops.planning.plan import Choice
 from moe_ops.registry.spec import OPS, REFERENCE
@@ -51,6 +52,7 @@ def layers(
         found = _made_of(note, choices) if note.rule.startswith("lift_") else None
         if found is not None:
             lifted[found.node].append(note)
+    shared = _shared(run, choices)
     opaque = {note.node for note in run.refusals if note.rule == RULE}
     for choice in choices:
         notes = lifted[choice.node]
@@ -83,9 +85,20 @@ def layers(
                 runs=tuple(runs),
                 at=tuple(measured.at(n, device) for n in counts),
                 curve=tuple(measured.at(n, device) for n in measured.curve()),
+                shared=shared.get(choice.node, ""),
             ),
             block=_common([choice.layer, *(note.layer for note in notes)]),
         )
+
+
+def _shared(run: GraphRun, choices: Sequence[Choice]) -> dict[str, str]:
+    """Where shared experts run that are added to what the op of a choice gives, by its node."""
+    found = {}
+    for note in run.rewrites:
+        choice = _made_of(note, choices) if note.rule == BESIDE else None
+        if choice is not None:
+            found[choice.node] = note.text
+    return found
 
 
 def grouped(regions: Iterable[Region]) -> tuple[Region, ...]:

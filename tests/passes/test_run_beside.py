@@ -7,6 +7,7 @@ import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -218,9 +219,24 @@ def test_a_cpu_has_no_second_stream() -> None:
     assert note.text == "a cpu has no second stream" and begun(graph) == ["experts"]
 
 
-def test_not_wanted_is_not_looked_for() -> None:
-    hook, _, _, _ = rewritten(Change(), beside=False)
+@pytest.mark.parametrize("beside", [False, None])
+def test_what_nobody_wants_is_not_told(beside: bool | None) -> None:
+    hook, _, _, _ = rewritten(Change(), beside=beside)
     assert not [note for note in hook.context.refusals if note.rule == "run_beside"]
+
+
+def test_explain_shows_it_or_why_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    block, args = Block(Change(gate=torch.sigmoid), F32), given(dtype=F32)
+    refused = moe_ops.explain(block, args, beside=True)
+    (left,) = [left for left in refused.left_alone if left.rule == "run_beside"]
+    assert left.reason == "a cpu has no second stream" and refused.regions[0].shared == ""
+    limits = (streams.ASKED_FOR, "it is asked for")
+    monkeypatch.setattr(pass_file.streams, "limits", lambda *_: limits)
+    page = tmp_path / "page.html"
+    done = moe_ops.explain(block, args, beside=True, html=str(page))
+    assert done.regions[0].shared == "0.0 MiB on a second stream: it is asked for"
+    assert f"shared       {done.regions[0].shared}" in str(done)
+    assert done.regions[0].shared in page.read_text()
 
 
 MEASURED = streams.Limits(captured=(1, 64), eager=(512, 4096), bytes=2**20)
