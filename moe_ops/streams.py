@@ -44,7 +44,7 @@ class Limits:
 
     @property
     def flat(self) -> tuple[int, ...]:
-        """As graphs hold them."""
+        """All four numbers, as graphs hold them."""
         return (*self.captured, *self.eager)
 
     def beside(self, x: Tensor) -> bool:

@@ -86,7 +86,7 @@ class SharedExpert:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """The bytes of the weights."""
         weights = (*self.w13, self.w2, *([] if self.gate is None else [self.gate]))
         return sum(tensor(w).nbytes for w in weights)
 
