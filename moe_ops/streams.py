@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import Library, register_fake
+from torch.library import Library
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -183,4 +183,4 @@ for _name, _schema, _run, _fake in (
 ):
     _library.define(_name + _schema, tags=(torch.Tag.flexible_layout,))
     _library.impl(_name, _run, "CompositeExplicitAutograd")
-    register_fake(f"moe_ops::{_name}", _fake, lib=_library)
+    _library.impl(_name, _fake, "Meta")  # `register_fake` would look through all modules

@@ -167,3 +167,19 @@ def test_tokens_within_limits(capturing: bool, monkeypatch: pytest.MonkeyPatch) 
         x = SimpleNamespace(is_cuda=True, shape=(T, 8), numel=lambda T=T: 8 * T)
         assert not MEASURED.beside(x)  # type: ignore[arg-type]
     assert not MEASURED.beside(torch.ones(low, 8))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize("weights", [1, 2], ids=["one weight", "two weights"])
+def test_the_pair_of_ops_is_what_graphs_are_told(weights: int, gated: bool) -> None:
+    x, w2 = torch.randn(2, 3, 8), torch.randn(8, 4)
+    w13 = list(torch.randn(8, 8).chunk(weights))
+    gate, every = torch.randn(1, 8) if gated else None, [*streams.ASKED_FOR.flat]
+    begin, wait = torch.ops.moe_ops.begin_shared.default, torch.ops.moe_ops.await_shared.default
+    torch.library.opcheck(begin, (x, w13, w2, gate, "silu", every))
+    torch.library.opcheck(wait, (x.clone(), x, x.clone(), every))
+    up, down = torch.cat(w13).chunk(2)
+    want = (nn.functional.silu(x @ up.T) * (x @ down.T)) @ w2.T
+    if gate is not None:
+        want = want * torch.sigmoid(x @ gate.T)
+    torch.testing.assert_close(begin(x, w13, w2, gate, "silu", every), want)
