@@ -263,7 +263,7 @@ LAYER = {
         words=("scheme",),
     ),
     "parallel": PARALLEL,
-    "tokens": Slot(legal=(None, "replicated"), illegal=(*NO_NAME, "all")),
+    "tokens": Slot(legal=(None, "replicated"), illegal=(*NO_NAME[1:], "all")),
     "group": Slot(legal=("",), illegal=(None, 3, "no group", b"x")),
     "tp_group": Slot(legal=("",), illegal=(None, 3, "no group", b"x")),
     "max_num_tokens": optional(Slot(legal=(), illegal=(0, -1, 2.5, "8", True, 16))),
