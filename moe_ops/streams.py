@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,7 @@ MEASURED: dict[str, Limits] = {}
 
 _seconds: dict[tuple[int, int], torch.cuda.Stream] = {}
 _begun: dict[tuple[int, int], int] = {}  # where the tokens are that graphs last gave to them
+_names: dict[torch.device, str] = {}
 _library = Library("moe_ops", "FRAGMENT")
 
 
@@ -70,7 +72,7 @@ def limits(asked: bool | None, device: torch.device, nbytes: int) -> tuple[Limit
         return IN_ORDER, f"a {device.type} has no second stream"
     if asked is not None:
         return (ASKED_FOR, "it is asked for") if asked else (IN_ORDER, "it is not wanted")
-    name = torch.cuda.get_device_name(device) if torch.cuda.is_available() else "a GPU elsewhere"
+    name = _called(device)
     found = MEASURED.get(name)
     if found is None:
         return IN_ORDER, f"on {name} it was not measured to pay"
@@ -79,6 +81,16 @@ def limits(asked: bool | None, device: torch.device, nbytes: int) -> tuple[Limit
         return IN_ORDER, f"it pays for weights of up to {most}, and these have {here}"
     inside, outside = map(_words, found.ranges)
     return found, f"on {name} it pays {inside} in CUDA graphs and {outside} elsewhere"
+
+
+def _called(device: torch.device) -> str:
+    """What a GPU is called, kept: every eager call of a layer asks for it."""
+    found = _names.get(device)
+    if found is None:
+        if not torch.cuda.is_available():
+            return "a GPU elsewhere"
+        found = _names.setdefault(device, torch.cuda.get_device_name(device))
+    return found
 
 
 def _words(of: tuple[int, int]) -> str:
@@ -165,22 +177,23 @@ def _fake_await(shared: Tensor, x: Tensor, routed: Tensor, limits: Sequence[int]
     """Nothing is computed."""
 
 
-# `await_shared` says that it writes what others may read behind it alone: graphs keep that order.
-# Neither asks for strides, for which Inductor would copy the tokens.
-for _name, _schema, _run, _fake in (
-    (
-        "begin_shared",
-        "(Tensor x, Tensor[] w13, Tensor w2_DI, Tensor? gate_1D, str kind, int[] limits) -> Tensor",
-        _begin,
-        _fake_begin,
-    ),
-    (
-        "await_shared",
-        "(Tensor(a!) shared, Tensor x, Tensor routed, int[] limits) -> ()",
-        _await,
-        _fake_await,
-    ),
-):
-    _library.define(_name + _schema, tags=(torch.Tag.flexible_layout,))
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    _library.impl(_name, _fake, "Meta")  # `register_fake` would look through all modules
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    # Neither asks for strides, for which Inductor would copy the tokens.
+    _library.define(schema, tags=(torch.Tag.flexible_layout,))
+    name = schema.partition("(")[0]
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.impl(name, fake, "Meta")  # `register_fake` would look through all modules
+
+
+_define(
+    "begin_shared(Tensor x, Tensor[] w13, Tensor w2_DI, Tensor? gate_1D, str kind, int[] limits)"
+    " -> Tensor",
+    _begin,
+    _fake_begin,
+)
+# It says that it writes what others may read behind it alone: graphs keep that order.
+_define(
+    "await_shared(Tensor(a!) shared, Tensor x, Tensor routed, int[] limits) -> ()",
+    _await,
+    _fake_await,
+)

@@ -148,8 +148,7 @@ def test_limits_of_a_device_that_was_measured(
     asked: bool | None, nbytes: int, wanted: Limits, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "MEASURED", {"A": MEASURED})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A")
+    monkeypatch.setattr(streams, "_names", {torch.device("cuda"): "A"})
     found, why = streams.limits(asked, torch.device("cuda"), nbytes)
     assert found == wanted and why.startswith(reason)
 

@@ -256,6 +256,7 @@ def test_where_it_does_not_pay(
 ) -> None:
     with absent_gpu():
         name = torch.cuda.get_device_name()
+        monkeypatch.setattr(streams, "_names", {})
         monkeypatch.setattr(streams, "MEASURED", {} if limits is None else {name: limits})
         options = moe_ops.inductor_options()
         block = Block(Change(), device="cuda")
