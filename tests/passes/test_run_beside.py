@@ -87,10 +87,10 @@ def given(T: int = 6, dtype: torch.dtype = BF16, axes: tuple[int, ...] = (2,)) -
 
 
 def rewritten(
-    change: Change, dtype: torch.dtype = BF16, dynamic: bool = False, **options: Any
+    change: Change, dtype: torch.dtype = BF16, dynamic: bool = False, beside: bool | None = True
 ) -> tuple[Hook, Any, fx.Graph, Any]:
     """The hook with what it said, the result of the graph, the graph, and what is wanted."""
-    hook, block, args = Hook(pick_backend, run_beside, **options), Block(change, dtype), given()
+    hook, block, args = Hook(pick_backend, run_beside, beside=beside), Block(change, dtype), given()
     args[0] = args[0].to(dtype)
     if dynamic:
         torch._dynamo.maybe_mark_dynamic(args[0], 1)
@@ -214,7 +214,7 @@ def test_a_residual_is_passed_over(shared: Any) -> None:
 
 
 def test_a_cpu_has_no_second_stream() -> None:
-    hook, _, graph, _ = rewritten(Change(), beside=True)
+    hook, _, graph, _ = rewritten(Change())
     note, *_ = [note for note in hook.context.refusals if note.rule == "run_beside"]
     assert note.text == "a cpu has no second stream" and begun(graph) == ["experts"]
 
