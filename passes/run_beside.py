@@ -221,9 +221,14 @@ def read(found: Sum, parameters: set[fx.Node]) -> SharedExpert:
     roots = {peel(x) for x, _ in (*linears, *gates)}
     require(len(roots) == 1, "its products are of several inputs")
     (tokens,) = roots
+    term = found.node if found.shared is None else found.shared
+    same = has_shape(tensor(found.term), *tensor(term).shape)
+    require(same, f"{list(tensor(term).shape)} is added to {list(tensor(found.term).shape)}")
     require(not _is_view(tokens), f"its tokens are a part of {tokens}")
     _require_alone(between(out, roots | parameters), reader, roots | parameters)
     kind, order = _activation(h, firsts)
+    widths = {tensor(w).shape[0] for _, w in linears} if len(linears) == 2 else set()
+    require(widths <= {tensor(h).shape[1]}, f"its products are {widths} wide")
     return SharedExpert(
         tokens=tokens, w13=tuple(linears[i][1] for i in order), w2=_weight(w2, parameters),
         gate=gates[0][1] if gates else None, kind=kind,
@@ -251,11 +256,12 @@ def _ungated(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     """The last product of a shared expert, and that of its gate [T, 1] if it has one."""
     if not is_call(node, aten.mul.Tensor):
         return node, None
-    sides = [peel(side) for side in node.args if isinstance(side, fx.Node)]
+    sides = [side for side in node.args if isinstance(side, fx.Node)]
     require(len(sides) == 2, "its result is scaled by a number")
     for down, gate in (sides, sides[::-1]):
-        if is_call(down, *PRODUCTS) and tensor(gate).shape[-1] == 1:
-            return down, _sigmoid_of(gate)
+        of_each = has_shape(tensor(gate), *tensor(down).shape[:-1], 1)
+        if is_call(peel(down), *PRODUCTS) and of_each:
+            return peel(down), _sigmoid_of(peel(gate))
     raise Mismatch("what its result is multiplied with is no gate")
 
 

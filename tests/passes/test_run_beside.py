@@ -87,10 +87,18 @@ def given(T: int = 6, dtype: torch.dtype = BF16, axes: tuple[int, ...] = (2,)) -
 
 
 def rewritten(
-    change: Change, dtype: torch.dtype = BF16, dynamic: bool = False, beside: bool | None = True
+    change: Change,
+    dtype: torch.dtype = BF16,
+    dynamic: bool = False,
+    beside: bool | None = True,
+    T: int = 6,
 ) -> tuple[Hook, Any, fx.Graph, Any]:
     """The hook with what it said, the result of the graph, the graph, and what is wanted."""
-    hook, block, args = Hook(pick_backend, run_beside, beside=beside), Block(change, dtype), given()
+    hook, block, args = (
+        Hook(pick_backend, run_beside, beside=beside),
+        Block(change, dtype),
+        given(T),
+    )
     args[0] = args[0].to(dtype)
     if dynamic:
         torch._dynamo.maybe_mark_dynamic(args[0], 1)
@@ -203,6 +211,29 @@ def test_what_is_no_shared_expert_is_left_with_its_reason(change: Change, reason
     said = [note.text for note in hook.context.refusals if note.rule == "run_beside"]
     assert said and re.search(reason, said[0]), said
     assert_close(got, want, ROUNDED)
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_gate_of_columns_is_none_of_tokens() -> None:
+    """There are as many tokens as columns, so that either may be meant."""
+
+    def shared(block: Block, x: Tensor) -> Tensor:
+        return torch.sigmoid(block.score(x)).reshape(-1) * block.expert(x)
+
+    hook, got, graph, want = rewritten(Change(shared=shared), T=D)
+    assert begun(graph) == ["experts"]
+    assert "is multiplied with is no gate" in hook.context.refusals[0].text
+    assert_close(got, want, ROUNDED)
+
+
+@pytest.mark.usefixtures("asked")
+def test_nothing_for_which_the_host_waits_is_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = monkeypatch.setattr
+    waits(pass_file, "waiting", lambda node: "experts" in str(node.target) or None)
+    hook, _, graph, _ = rewritten(Change())
+    assert begun(graph) == ["experts"]
+    text = "the host waits for the device in experts_planned, which is beside it"
+    assert hook.context.refusals[0].text == text
 
 
 @pytest.mark.usefixtures("asked")
