@@ -178,10 +178,9 @@ class MoELayer(HoldsExperts, HoldsCodes):
         self.reduce_results: Reduction = told.given["reduce_results"]
         self.exchange = exchange
         self.shared_reduction, self.separate = told.shared.shared_reduction, told.shared.separate
-        self.beside = told.shared.beside
         self.tokens, self.max_num_tokens = told.given["tokens"], told.given["max_num_tokens"]
         self._missing_exchange = missing_exchange(parallel, self.tokens)
-        shared = told.shared.shared_experts
+        shared, self.beside = told.shared.shared_experts, told.shared.beside
         self.placement = place(
             num_experts,
             parallel,
