@@ -15,6 +15,7 @@ import torch
 from moe_ops.bench import (
     accuracy,
     adapters,
+    beside,
     compile_time,
     counters,
     ep,
@@ -230,6 +231,17 @@ def measure_adapters(args: argparse.Namespace) -> Figures:
     return {"adapters": [asdict(one) for one in found]}
 
 
+def measure_beside(args: argparse.Namespace) -> Figures:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for spent in beside.measure(args.layer, args.shared, args.tokens, args.ways, device):
+        print(beside.table([spent]), flush=True)
+        found.append(spent)
+    print(beside.table(found))
+    on = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    return {"device": on, "beside": [asdict(s) | {"ratio": s.ratio} for s in found]}
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
@@ -237,6 +249,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "train": (measure_train, "experts forward and backward, beside others' experts"),
     "tiles": (measure_tiles, "tiles of the expert kernels on a GPU, from those of the tables on"),
     "adapters": (measure_adapters, "experts with adapters, beside the same experts without"),
+    "beside": (measure_beside, "shared experts on a second stream, and in order"),
     "op": (measure_op, "the stages of a layer alone, on each of their backends"),
     "step": (measure_step, "a token of each sequence through layers of a model, by launches"),
     "counters": (measure_counters, "what limits each kernel on a GPU, by Nsight Compute"),
@@ -287,6 +300,14 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument(
             "--linears", type=options.linear_format, default="", help="of layers of attention"
         )
+    if name == "beside":
+        of.add_argument("--layer", type=options.layer_names, default=["qwen3_next", "dsv3_ep8"])
+        of.add_argument(
+            "--shared", type=options.numbers, default=[1],
+            help="widths of the shared expert, as multiples of that of a routed one",
+        )  # fmt: skip
+        of.add_argument("--tokens", type=options.numbers, default=[1, 8, 64, 512, 4096])
+        of.add_argument("--ways", nargs="+", choices=beside.WAYS, default=[*beside.WAYS])
     if name == "counters":
         of.add_argument("--layer", type=options.layer_names, default=["qwen3_30b"])
         of.add_argument("--tokens", type=options.numbers, default=[1, 64, 4096])
