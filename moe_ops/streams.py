@@ -28,46 +28,54 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda x: F.relu(x).square(),
 }
 MOST = 2**31 - 1
+# Of second streams: that of shared experts beside routed ones, whose small launches else wait until
+# all of a large one is placed; and that of what runs while ranks exchange tokens.
+AHEAD, ALIKE = -1, 0
+POOL = 32  # torch has so many streams of a priority
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """From how many tokens to how many the second stream pays, in a CUDA graph and outside of one;
-    the least above the most: never. bytes: of weights of shared experts, at most."""
+    """From how many tokens on a second stream pays for a layer's own code, in a CUDA graph and
+    outside of one, and for shared experts with weights of how many bytes at most."""
 
-    captured: tuple[int, int]
-    eager: tuple[int, int]
+    captured: int
+    eager: int
     bytes: int = MOST
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        return self.captured, self.eager
-
-    @property
-    def flat(self) -> tuple[int, ...]:
-        """All four numbers, as graphs hold them."""
-        return (*self.captured, *self.eager)
 
     def beside(self, x: Tensor) -> bool:
         """Whether shared experts of these tokens run beside routed ones, here and now."""
-        return _beside(x, self.flat)
+        if not x.is_cuda:
+            return False
+        least = self.captured if torch.cuda.is_current_stream_capturing() else self.eager
+        return x.numel() // x.shape[-1] >= least
 
 
-NEVER, ALWAYS = (1, 0), (1, MOST)
-IN_ORDER = Limits(captured=NEVER, eager=NEVER)
-ASKED_FOR = Limits(captured=ALWAYS, eager=ALWAYS)
-# Of other devices nothing is known.
-MEASURED: dict[str, Limits] = {}
+IN_ORDER = Limits(captured=MOST, eager=MOST)
+ASKED_FOR = Limits(captured=1, eager=1)
+# Of layers with shared experts of 6 to 84 MiB and 1 to 4096 tokens, the rate against that in order:
+# captured 1.01 to 1.20; eager 0.79 to 1.00 up to 512 tokens, where the host is what takes the time,
+# and 1.01 to 1.06 with 4096 (benchmarks/results/beside_h200.json). Of other GPUs nothing is known.
+MEASURED: dict[str, Limits] = {
+    "NVIDIA H200": Limits(captured=1, eager=4096, bytes=96 * 2**20),
+}
+# In graphs compiled with our passes: 0.61 to 0.98.
+SLOWER = (
+    "in compiled graphs its products were measured to be faster in order, merged with others of "
+    "the same tokens; beside=True asks for it"
+)
 
-_seconds: dict[tuple[int, int], torch.cuda.Stream] = {}
-_begun: dict[tuple[int, int], int] = {}  # where the tokens are that graphs last gave to them
+Key = tuple[int, int, int]  # a device, a stream, a priority
+_seconds: dict[Key, torch.cuda.Stream] = {}
+_pools: dict[tuple[int, int], list[torch.cuda.Stream]] = {}
+_begun: dict[Key, int] = {}  # where the tokens are that graphs last gave to them
 _names: dict[torch.device, str] = {}
 _library = Library("moe_ops", "FRAGMENT")
 
 
 def limits(asked: bool | None, device: torch.device, nbytes: int) -> tuple[Limits, str]:
-    """For how many tokens shared experts with weights of so many bytes run beside routed ones, and
-    why: `asked` says, or None leaves it to what was measured."""
+    """For how many tokens shared experts with weights of so many bytes run beside routed ones in a
+    layer's own code, and why: `asked` says, or None leaves it to what was measured."""
     if device.type != "cuda":
         return IN_ORDER, f"a {device.type} has no second stream"
     if asked is not None:
@@ -79,8 +87,8 @@ def limits(asked: bool | None, device: torch.device, nbytes: int) -> tuple[Limit
     if nbytes > found.bytes:
         most, here = (f"{n / 2**20:.0f} MiB" for n in (found.bytes, nbytes))
         return IN_ORDER, f"it pays for weights of up to {most}, and these have {here}"
-    inside, outside = map(_words, found.ranges)
-    return found, f"on {name} it pays {inside} in CUDA graphs and {outside} elsewhere"
+    words = f"from {found.captured} tokens on in CUDA graphs and from {found.eager} elsewhere"
+    return found, f"on {name} it pays {words}"
 
 
 def _called(device: torch.device) -> str:
@@ -93,30 +101,37 @@ def _called(device: torch.device) -> str:
     return found
 
 
-def _words(of: tuple[int, int]) -> str:
-    least, most = of
-    return f"from {least} to {most} tokens" if least <= most else "never"
+def reserve(device: torch.device, priority: int) -> list[torch.cuda.Stream]:
+    """The streams from which second ones are taken, made when first asked for: a capture that takes
+    one makes none."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = _pools.get((index, priority))
+    if found is None:
+        made = [torch.cuda.Stream(index, priority=priority) for _ in range(POOL)]
+        found = _pools.setdefault((index, priority), made)
+    return found
 
 
-def fork(device: torch.device) -> torch.cuda.Stream:
+def fork(device: torch.device, priority: int) -> torch.cuda.Stream:
     """The second stream of the current one, behind all that this one was given."""
-    _, here, there = _both(device)
+    _, here, there = _both(device, priority)
     there.wait_stream(here)
     return there
 
 
-def join(device: torch.device) -> None:
+def join(device: torch.device, priority: int) -> None:
     """Have the current stream wait for its second one."""
-    _, here, there = _both(device)
+    _, here, there = _both(device, priority)
     here.wait_stream(there)
 
 
-def _both(device: torch.device) -> tuple[tuple[int, int], torch.cuda.Stream, torch.cuda.Stream]:
+def _both(device: torch.device, priority: int) -> tuple[Key, torch.cuda.Stream, torch.cuda.Stream]:
     here = torch.cuda.current_stream(device)
-    key = (here.device_index, here.cuda_stream)
+    key = (here.device_index, here.cuda_stream, priority)
     there = _seconds.get(key)
     if there is None:
-        there = _seconds.setdefault(key, torch.cuda.Stream(device))
+        pool = reserve(device, priority)
+        there = _seconds.setdefault(key, pool[len(_seconds) % POOL])
     return key, here, there
 
 
@@ -140,40 +155,31 @@ def shared_expert(
 
 
 def _begin(
-    x: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str,
-    limits: Sequence[int],
-) -> Tensor:  # fmt: skip
-    if not _beside(x, limits):
+    x: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str
+) -> Tensor:
+    if not x.is_cuda:
         return shared_expert(x, w13, w2_DI, gate_1D, kind)
-    key, _, _ = _both(x.device)
+    key, _, _ = _both(x.device, AHEAD)
     _begun[key] = x.data_ptr()
-    with torch.cuda.stream(fork(x.device)):
+    with torch.cuda.stream(fork(x.device, AHEAD)):
         return shared_expert(x, w13, w2_DI, gate_1D, kind)
 
 
-def _await(shared: Tensor, x: Tensor, routed: Tensor, limits: Sequence[int]) -> None:
-    if _beside(x, limits):
-        key, _, _ = _both(x.device)
+def _await(shared: Tensor, x: Tensor, routed: Tensor) -> None:
+    if x.is_cuda:
+        key, _, _ = _both(x.device, AHEAD)
         same = _begun.pop(key) == x.data_ptr()
         assert same, "the tokens that a graph holds are a copy of those that are read"
-        join(x.device)
-
-
-def _beside(x: Tensor, limits: Sequence[int]) -> bool:
-    if not x.is_cuda:
-        return False
-    first = 0 if torch.cuda.is_current_stream_capturing() else 2
-    return limits[first] <= x.numel() // x.shape[-1] <= limits[first + 1]
+        join(x.device, AHEAD)
 
 
 def _fake_begin(
-    x: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str,
-    limits: Sequence[int],
-) -> Tensor:  # fmt: skip
+    x: Tensor, w13: Sequence[Tensor], w2_DI: Tensor, gate_1D: Tensor | None, kind: str
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], w2_DI.shape[0]))
 
 
-def _fake_await(shared: Tensor, x: Tensor, routed: Tensor, limits: Sequence[int]) -> None:
+def _fake_await(shared: Tensor, x: Tensor, routed: Tensor) -> None:
     """Nothing is computed."""
 
 
@@ -186,14 +192,13 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 _define(
-    "begin_shared(Tensor x, Tensor[] w13, Tensor w2_DI, Tensor? gate_1D, str kind, int[] limits)"
-    " -> Tensor",
+    "begin_shared(Tensor x, Tensor[] w13, Tensor w2_DI, Tensor? gate_1D, str kind) -> Tensor",
     _begin,
     _fake_begin,
 )
 # It says that it writes what others may read behind it alone: graphs keep that order.
 _define(
-    "await_shared(Tensor(a!) shared, Tensor x, Tensor routed, int[] limits) -> ()",
+    "await_shared(Tensor(a!) shared, Tensor x, Tensor routed) -> ()",
     _await,
     _fake_await,
 )

@@ -2,7 +2,7 @@
 
 Routed experts of few tokens wait for memory and for launches, and leave much of a GPU idle. The
 pass puts `begin_shared` right behind the tokens and `await_shared` before the sum, both of
-`moe_ops/streams.py`, where a second stream was measured to pay or the option `beside` asks for it.
+`moe_ops/streams.py`, where the option `beside` asks for it.
 """
 
 from __future__ import annotations
@@ -99,12 +99,17 @@ def run_beside(graph: fx.Graph, context: Context) -> int:
     sums = [sum_of(node) for node in graph.nodes if is_call(node, *ROUTED)]
     found = {s.node: s for s in sums if s is not None and is_expert_like(s)}
     if context.options.beside is None:  # nobody asked, and other devices have no streams
-        found = {node: s for node, s in found.items() if tensor(node).device.type == "cuda"}
+        found = {node: s for node, s in found.items() if has_streams(tensor(node).device)}
 
     def rewrite(node: fx.Node) -> str:
         return _rewrite(graph, found[node], parameters, context)
 
     return each(RULE, found, rewrite, context)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether a device runs what it is given on several streams."""
+    return device.type == "cuda"
 
 
 def sum_of(routed: fx.Node) -> Sum | None:
@@ -136,19 +141,12 @@ def is_expert_like(found: Sum) -> bool:
 
 def _rewrite(graph: fx.Graph, found: Sum, parameters: set[fx.Node], context: Context) -> str:
     expert = read(found, parameters)
-    asked, tokens = context.options.beside, tensor(expert.tokens)
-    limits, why = streams.limits(asked, tokens.device, expert.nbytes)
-    require(limits is not streams.IN_ORDER, why)
-    T = tensor(found.routed).shape[0]
-    fits = any(least <= most and _may_be(T, least, most) for least, most in limits.ranges)
-    require(fits, f"{why}; here are {T}")
+    device = tensor(expert.tokens).device
+    require(has_streams(device), f"a {device.type} has no second stream")
+    require(context.options.beside is True, streams.SLOWER)
     _require_joined(graph, expert, found)
-    _insert(graph, found, expert, limits)
-    return f"{expert.nbytes / 2**20:.1f} MiB on a second stream: {why}"
-
-
-def _may_be(T: Any, least: int, most: int) -> bool:
-    return not isinstance(T, int) or least <= T <= most
+    _insert(graph, found, expert)
+    return f"{expert.nbytes / 2**20:.1f} MiB on a second stream: it is asked for"
 
 
 def _require_joined(graph: fx.Graph, expert: SharedExpert, found: Sum) -> None:
@@ -161,19 +159,19 @@ def _require_joined(graph: fx.Graph, expert: SharedExpert, found: Sum) -> None:
         require(not alone, f"the host waits for the device in {node.name}, which is beside it")
 
 
-def _insert(graph: fx.Graph, found: Sum, expert: SharedExpert, limits: streams.Limits) -> None:
+def _insert(graph: fx.Graph, found: Sum, expert: SharedExpert) -> None:
     """Put the pair of ops into the graph, and the result in the place of the shared expert's.
 
     Both take the tokens themselves, and no view of them: of a view that is not yet in memory
     Inductor would make a copy for each.
     """
-    flat, node, x = list(limits.flat), found.node, expert.tokens
+    node, x = found.node, expert.tokens
     sizes = _sizes(tensor(x), node if found.shared is None else found.shared)
     with graph.inserting_before(_behind(x)):
-        arguments = (x, list(expert.w13), expert.w2, expert.gate, expert.kind, flat)
+        arguments = (x, list(expert.w13), expert.w2, expert.gate, expert.kind)
         shared = insert(graph, ops.begin_shared.default, arguments, node)
     with graph.inserting_before(node):
-        insert(graph, ops.await_shared.default, (shared, x, found.last, flat), node)
+        insert(graph, ops.await_shared.default, (shared, x, found.last), node)
         if sizes is not None:
             shared = insert(graph, aten.reshape.default, (shared, sizes), node)
         if found.shared is not None:

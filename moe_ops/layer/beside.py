@@ -11,20 +11,22 @@ from moe_ops import streams
 from moe_ops.registry.gradients import needs_grad
 
 
-def start(module: nn.Module, x_TD: Tensor, asked: bool | None) -> Callable[[], Tensor]:
+def start(
+    module: nn.Module, x_TD: Tensor, asked: bool | None, priority: int = streams.AHEAD
+) -> Callable[[], Tensor]:
     """Start `module(x_TD)`; what is returned waits for the result and gives it, once.
 
     The module runs on a second stream of a GPU, in a graph that is captured, too, if that is
     `asked`; None: if it was measured to pay. Where `refusal` has a reason it runs when its result
     is asked for.
     """
-    if refusal(module, x_TD) is not None or not _pays(module, x_TD, asked):
+    if refusal(module, x_TD) is not None or not _pays(module, x_TD, asked, priority):
         return lambda: module(x_TD)
-    with torch.cuda.stream(streams.fork(x_TD.device)):
+    with torch.cuda.stream(streams.fork(x_TD.device, priority)):
         out_TD: Tensor = module(x_TD)
 
     def wait() -> Tensor:  # it holds the tokens, or their memory may be given away before
-        streams.join(x_TD.device)
+        streams.join(x_TD.device, priority)
         return out_TD
 
     return wait
@@ -41,7 +43,10 @@ def refusal(module: nn.Module, x_TD: Tensor) -> str | None:
     return None
 
 
-def _pays(module: nn.Module, x_TD: Tensor, asked: bool | None) -> bool:
+def _pays(module: nn.Module, x_TD: Tensor, asked: bool | None, priority: int) -> bool:
     nbytes = sum([weight.nbytes for weight in module.parameters()])
     limits, _ = streams.limits(asked, x_TD.device, nbytes)
+    if limits is streams.IN_ORDER:
+        return False
+    streams.reserve(x_TD.device, priority)  # for a capture, if not yet for this call
     return limits.beside(x_TD)

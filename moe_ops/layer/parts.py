@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from moe_ops import streams
 from moe_ops.checks.shapes import check_choice
 from moe_ops.layer import beside
 from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS
@@ -128,7 +129,9 @@ def result_over_ranks(
     Shared experts run beside it, unless they are not to. tp_group: neighbours with the same
     tokens."""
     asked = how.beside is not False  # what ranks wait for each other is theirs
-    started = None if how.shared is None else beside.start(how.shared, x_TD, asked)
+    started = None
+    if how.shared is not None:
+        started = beside.start(how.shared, x_TD, asked, streams.ALIKE)
     routed_TD = routed()
     if how.transform is not None:
         routed_TD = how.transform(routed_TD)

@@ -24,7 +24,7 @@ class Options:
     plan. tuned: a file that `moe_ops.tune` wrote, for the plan to go by. strict: raise instead of
     leaving a region to a slower way, experts in no form that a pass knows among them. linears: run
     other products of few rows with parameters, on a GPU, by kernels of ours. beside: run shared
-    experts on a second stream of a GPU, beside routed ones; None: where that was measured to pay.
+    experts on a second stream of a GPU, beside routed ones; None: in order, and `explain` says so.
     stop_after: the name of the last pass to run. dump: label the graph before and after each pass
     for depyf and TORCH_LOGS.
 

@@ -154,6 +154,27 @@ def test_streams_have_second_streams_of_their_own() -> None:
                 results.append(model(x))
     torch.cuda.synchronize()
     assert all(torch.equal(got, want) for got in results)
-    keys = {(s.device_index, s.cuda_stream) for s in others}
+    keys = {(s.device_index, s.cuda_stream, streams.AHEAD) for s in others}
     seconds = [streams._seconds[key].cuda_stream for key in keys]
     assert len(set(seconds)) == len(others)
+
+
+@torch.inference_mode()
+def test_a_capture_takes_the_measured_way_without_a_warm_up_on_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eager calls run in order; the capture, on a stream that nothing ran on, beside."""
+    limits = streams.Limits(captured=1, eager=streams.MOST)
+    monkeypatch.setitem(streams.MEASURED, torch.cuda.get_device_name(), limits)
+    monkeypatch.setattr(streams, "_pools", {})
+    monkeypatch.setattr(streams, "_seconds", {})
+    model, x = Stack(), torch.randn(8, D, device="cuda", dtype=BF16)
+    want = model(x)
+    assert streams._pools and not streams._seconds
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out = model(x)
+    assert list(streams._seconds) == [(stream.device_index, stream.cuda_stream, streams.AHEAD)]
+    graph.replay()
+    assert torch.equal(out, want)

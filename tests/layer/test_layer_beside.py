@@ -55,8 +55,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(MoELayer, "run_experts", routed)
     monkeypatch.setattr(beside, "refusal", lambda module, x: None)
     monkeypatch.setattr(beside.torch.cuda, "stream", second)
-    monkeypatch.setattr(streams, "fork", lambda device: SimpleNamespace(name="fork"))
-    monkeypatch.setattr(streams, "join", lambda device: done.append("join"))
+    monkeypatch.setattr(streams, "fork", lambda *at: SimpleNamespace(name="fork"))
+    monkeypatch.setattr(streams, "join", lambda *at: done.append("join"))
+    monkeypatch.setattr(streams, "reserve", lambda *at: [])
     monkeypatch.setattr(Limits, "beside", lambda self, x: self is streams.ASKED_FOR)
     return done
 
@@ -132,7 +133,7 @@ def test_a_traced_layer_leaves_it_to_a_pass() -> None:
     assert run(torch.zeros(1)).item() == len(reason)
 
 
-MEASURED = Limits(captured=(1, 64), eager=(512, 4096), bytes=2**20)
+MEASURED = Limits(captured=2, eager=4096, bytes=2**20)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +141,7 @@ MEASURED = Limits(captured=(1, 64), eager=(512, 4096), bytes=2**20)
     [
         (True, 2**30, streams.ASKED_FOR, "it is asked for"),
         (False, 8, streams.IN_ORDER, "it is not wanted"),
-        (None, 8, MEASURED, "on A it pays from 1 to 64 tokens in CUDA graphs and from 512 to 4096"),
+        (None, 8, MEASURED, "on A it pays from 2 tokens on in CUDA graphs and from 4096 elsewhere"),
         (None, 2**21, streams.IN_ORDER, "it pays for weights of up to 1 MiB, and these have 2 MiB"),
     ],
 )
@@ -153,19 +154,19 @@ def test_limits_of_a_device_that_was_measured(
     assert found == wanted and why.startswith(reason)
 
 
-@pytest.mark.parametrize("capturing", [True, False])
-def test_tokens_within_limits(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("capturing", "least"), [(True, 2), (False, 4096)])
+def test_tokens_within_limits(capturing: bool, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    low, high = MEASURED.captured if capturing else MEASURED.eager
-    for axes in ((low,), (high,), (2, high // 2)):
-        x = SimpleNamespace(is_cuda=True, shape=(*axes, 8), numel=lambda n=axes: 8 * n[0] * n[-1])
-        if len(axes) == 1:
-            x.numel = lambda n=axes: 8 * n[0]
-        assert MEASURED.beside(x)  # type: ignore[arg-type]
-    for T in (low - 1, high + 1):
-        x = SimpleNamespace(is_cuda=True, shape=(T, 8), numel=lambda T=T: 8 * T)
-        assert not MEASURED.beside(x)  # type: ignore[arg-type]
-    assert not MEASURED.beside(torch.ones(low, 8))
+    for T, wanted in ((least - 1, False), (least, True), (2 * least, True)):
+        x = SimpleNamespace(is_cuda=True, shape=(2, T // 2, 8), numel=lambda T=T: 8 * T)
+        assert MEASURED.beside(x) is wanted  # type: ignore[arg-type]
+    assert not MEASURED.beside(torch.ones(2 * least, 8))
+
+
+def test_of_another_gpu_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_names", {torch.device("cuda"): "B"})
+    found = streams.limits(None, torch.device("cuda"), 8)
+    assert found == (streams.IN_ORDER, "on B it was not measured to pay")
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
@@ -173,12 +174,12 @@ def test_tokens_within_limits(capturing: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_the_pair_of_ops_is_what_graphs_are_told(weights: int, gated: bool) -> None:
     x, w2 = torch.randn(2, 3, 8), torch.randn(8, 4)
     w13 = list(torch.randn(8, 8).chunk(weights))
-    gate, every = torch.randn(1, 8) if gated else None, [*streams.ASKED_FOR.flat]
+    gate = torch.randn(1, 8) if gated else None
     begin, wait = torch.ops.moe_ops.begin_shared.default, torch.ops.moe_ops.await_shared.default
-    torch.library.opcheck(begin, (x, w13, w2, gate, "silu", every))
-    torch.library.opcheck(wait, (x.clone(), x, x.clone(), every))
+    torch.library.opcheck(begin, (x, w13, w2, gate, "silu"))
+    torch.library.opcheck(wait, (x.clone(), x, x.clone()))
     up, down = torch.cat(w13).chunk(2)
     want = (nn.functional.silu(x @ up.T) * (x @ down.T)) @ w2.T
     if gate is not None:
         want = want * torch.sigmoid(x @ gate.T)
-    torch.testing.assert_close(begin(x, w13, w2, gate, "silu", every), want)
+    torch.testing.assert_close(begin(x, w13, w2, gate, "silu"), want)
