@@ -301,13 +301,7 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
             "--linears", type=options.linear_format, default="", help="of layers of attention"
         )
     if name == "beside":
-        of.add_argument("--layer", type=options.layer_names, default=["qwen3_next", "dsv3_ep8"])
-        of.add_argument(
-            "--shared", type=options.numbers, default=[1],
-            help="widths of the shared expert, as multiples of that of a routed one",
-        )  # fmt: skip
-        of.add_argument("--tokens", type=options.numbers, default=[1, 8, 64, 512, 4096])
-        of.add_argument("--ways", nargs="+", choices=beside.WAYS, default=[*beside.WAYS])
+        options.add_beside(of)
     if name == "counters":
         of.add_argument("--layer", type=options.layer_names, default=["qwen3_30b"])
         of.add_argument("--tokens", type=options.numbers, default=[1, 64, 4096])

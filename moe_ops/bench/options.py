@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from moe_ops.bench import accuracy, ep, formats, halves, step, tiles
+from moe_ops.bench import accuracy, beside, ep, formats, halves, step, tiles
 from moe_ops.bench.contenders import STOCK
 from moe_ops.bench.rates import Rates, has_8bit_product
 from moe_ops.bench.train_contenders import NAMES
@@ -111,6 +111,17 @@ def seconds(text: str) -> float:
 def numbers(text: str) -> list[int]:
     """Counts, comma-separated."""
     return [number(word) for word in text.split(",")]
+
+
+def add_beside(options: argparse.ArgumentParser) -> None:
+    """Add the options of `bench beside`."""
+    options.add_argument("--layer", type=layer_names, default=["qwen3_next", "dsv3_ep8"])
+    options.add_argument(
+        "--shared", type=numbers, default=[1],
+        help="widths of the shared expert, as multiples of that of a routed one",
+    )  # fmt: skip
+    options.add_argument("--tokens", type=numbers, default=[1, 8, 64, 512, 4096])
+    options.add_argument("--ways", nargs="+", choices=beside.WAYS, default=[*beside.WAYS])
 
 
 def add_layer(options: argparse.ArgumentParser) -> None:
