@@ -27,6 +27,7 @@ class Sliced:
     name: str
     axis: int
     more: int = 0  # entries after those of experts, which stay
+    others: tuple[tuple[nn.Module, str], ...] = ()  # where the same tensor is besides
 
     @property
     def tensor(self) -> Tensor:
@@ -202,4 +203,5 @@ def _put(one: Sliced, t: Tensor) -> None:
         return
     made = nn.Parameter(t, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
-    one.module._parameters[one.name] = made
+    for module, name in ((one.module, one.name), *one.others):
+        module._parameters[name] = made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -38,6 +38,7 @@ class Experts:
     numbers: Mapping[str, int]
     blocks: Mapping[str, str]
     _held: dict[str, str | None] = field(default_factory=dict, repr=False)
+    _names: dict[int, str] = field(default_factory=dict, repr=False)  # by the ids of modules
 
     @staticmethod
     def of(model: nn.Module) -> Experts | None:
@@ -66,6 +67,7 @@ class Experts:
             model=model, modules=modules,
             numbers={name: _number_of(module) for name, module in modules.items()},
             blocks={parent: name for parent, name in parents if parent},
+            _names={id(m): name for name, m in model.named_modules()},
         )  # fmt: skip
 
     def plans(self, kept: Mapping[str, tuple[int, ...]]) -> tuple[list[Layer], list[Setting]]:
@@ -88,7 +90,35 @@ class Experts:
                     "experts alone",
                 )
             plans.append(self._plan(name, ids, twins.differences(said[name], len(ids))))
-        return plans, self._others(kept, said, twins)
+        return self._with_ties(plans), self._others(kept, said, twins)
+
+    def _with_ties(self, plans: list[Layer]) -> list[Layer]:
+        """Plans of which the first alone has a parameter that several layers share. Raises
+        ValueError where these keep different experts."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.model.modules():
+            for name, t in module._parameters.items():
+                places.setdefault(id(t), []).append((module, name))
+        cut = {(id(one.module), one.name): plan for plan in plans for one in plan.tensors}
+        done: set[int] = set()
+        tied = []
+        for plan in plans:
+            tensors = []
+            for one in plan.tensors:
+                there = places.get(id(one.tensor), [(one.module, one.name)])
+                for module, name in there:
+                    other = cut.get((id(module), name))
+                    if other is None or other.kept != plan.kept:
+                        where = f"{self._names[id(module)]}.{name}"
+                        raise _cannot(
+                            plan.name, f"{one.path} is also {where}; keep the same experts in both"
+                        )
+                if id(one.tensor) not in done:
+                    others = tuple(p for p in there if p != (one.module, one.name))
+                    tensors.append(replace(one, others=others))
+                done.add(id(one.tensor))
+            tied.append(replace(plan, tensors=tuple(tensors)))
+        return tied
 
     def _holder(self, path: str) -> str | None:
         """The layer in whose block a module or tensor is; the innermost one."""
@@ -97,6 +127,11 @@ class Experts:
             inside = [self.blocks[parent] for parent in parents if parent in self.blocks]
             self._held[path] = inside[-1] if inside else None
         return self._held[path]
+
+    def _is_first_name(self, path: str) -> bool:
+        """Whether the module that has a tensor has no other name before this one."""
+        parent = path.rpartition(".")[0]
+        return self._names[id(self.model.get_submodule(parent))] == parent
 
     def _check_router(self, name: str, ids: tuple[int, ...]) -> None:
         block = self.model.get_submodule(name.rpartition(".")[0])
@@ -130,6 +165,8 @@ class Experts:
             for own in _per_expert(module, E)
         ]
         for path, axis in found.tensors.items():
+            if not self._is_first_name(path):
+                continue
             holder = self._holder(path)
             if holder is None:
                 raise _cannot(name, f"{path} changes with it, outside of all layers of experts")

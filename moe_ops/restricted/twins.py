@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from moe_ops.hf.experts import is_experts
 from moe_ops.interop.interrupts import let_through
@@ -113,7 +112,7 @@ class Twins:
     def _make(self, config: Any) -> PreTrainedModel:
         """The model that `from_pretrained` would make of the configuration once it is saved."""
         saved = type(config).from_dict(copy.deepcopy(config).to_dict())
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"):
             return self._cls(saved)
 
 
@@ -160,4 +159,5 @@ def _attributes_that_differ(before: PreTrainedModel, after: PreTrainedModel) -> 
 
 
 def _tensors(model: PreTrainedModel) -> Mapping[str, Tensor]:
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+    by_name = model.named_parameters(remove_duplicate=False)
+    return dict(by_name) | dict(model.named_buffers(remove_duplicate=False))

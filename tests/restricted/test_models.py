@@ -90,6 +90,28 @@ def test_a_family_whose_router_is_unknown_is_refused(family: str) -> None:
     assert {name: t.shape for name, t in tiny.model.state_dict().items()} == state
 
 
+def test_layers_that_share_weights_share_them_afterwards() -> None:
+    tiny = families.build("diffusion_gemma")
+    model: Any = tiny.model.model
+    encoder, decoder = model.encoder.language_model.layers[0], model.decoder.layers[0]
+    assert encoder.experts.down_proj is decoder.experts.down_proj
+    name = "model.encoder.language_model.layers.0.experts"
+    with pytest.raises(
+        ValueError, match=r"is also model\.decoder\.layers\.0\..*; keep the same exp"
+    ):
+        moe_ops.restrict_experts(tiny.model, {name: KEPT})
+    whole = encoder.experts.down_proj.clone()
+    report = moe_ops.restrict_experts(tiny.model, KEPT, removed="cpu")
+    for part in (lambda layer: layer.experts.down_proj, lambda layer: layer.router.proj.weight):
+        assert part(encoder) is part(decoder) and part(encoder).shape[0] == len(KEPT)
+    experts = families.experts(tiny.model).values()
+    held = sum({id(t): t.nbytes for m in experts for t in m.parameters()}.values())
+    assert held < report.bytes_after < 2 * held
+    report.undo()
+    assert encoder.experts.down_proj is decoder.experts.down_proj
+    assert torch.equal(encoder.experts.down_proj, whole)
+
+
 @pytest.mark.parametrize("scheme", ["int8_w8a16", "mxfp4_w4a16", "nvfp4_w4a16", "uint4:1x32"])
 def test_quantized_experts_are_cut_and_saved_in_codes(scheme: str, tmp_path: Path) -> None:
     model, kept = qwen(), (1, 2, 5)
