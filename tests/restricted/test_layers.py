@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
+from moe_ops.graphs.addresses import identities, state_of
 from moe_ops.layer import MoELayer
 from moe_ops.layer.options import Routing
 from moe_ops.ops import route
@@ -145,6 +146,13 @@ def test_layers_of_a_module_are_named() -> None:
     moe_ops.restrict_experts(model, (0, 1, 2))
     assert [layer.num_experts for layer in model.values()] == [3, 3]
     assert model["a"](torch.randn(4, 64)).shape == (4, 64)
+
+
+def test_what_was_captured_is_captured_again() -> None:
+    layer = made()
+    before = identities(state_of(layer))
+    moe_ops.restrict_experts(layer, KEPT)
+    assert identities(state_of(layer)) != before
 
 
 def test_gradients_are_of_the_kept_experts() -> None:
