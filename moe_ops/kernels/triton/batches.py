@@ -10,6 +10,50 @@ from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.ranks import words_of
 
 PAIRS, WORDS, COLUMNS = 1024, 1024, 1024
+ONE_LAUNCH = 4096  # pairs up to which every program reads those of all rows before its own
+AT_ONCE = 2048  # of them
+
+
+@triton.jit
+def rows_before(ids_ptr, id, end, K: tl.constexpr, BG: tl.constexpr, BK: tl.constexpr):
+    """How many of the rows before `end` name an expert."""
+    k, count = tl.arange(0, BK)[None, :], 0
+    for first in range(0, end, BG):
+        g = (first + tl.arange(0, BG))[:, None]
+        ids_GK = tl.load(ids_ptr + g * K + k, mask=(g < end) & (k < K), other=-1)
+        count += tl.sum(tl.max((ids_GK == id).to(tl.int32), 1), 0)
+    return count
+
+
+@triton.jit(do_not_specialize=["G"])
+def in_batches_kernel(
+    ids_ptr, x_ptr, scale_ptr, slot_ptr, counts_ptr, x_out, scale_out, G,
+    E: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BG: tl.constexpr, X: tl.constexpr,
+    S: tl.constexpr, BX: tl.constexpr, BS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for each pair, and some words of its row: into the slot of its expert, which is
+    found by counting the rows before it, so that no program waits for another; behind these one for
+    each expert, which counts its rows."""
+    take_turn(PDL)
+    pair, part = tl.program_id(0), tl.program_id(1)
+    if pair >= G * K:
+        e = pair - G * K
+        if part == 0:
+            tl.store(counts_ptr + e, rows_before(ids_ptr, e, G, K, BG, BK))
+    else:
+        row, id = pair // K, tl.load(ids_ptr + pair)
+        slot = tl.cast(-1, tl.int32)
+        if (id >= 0) & (id < E):
+            word, s = part * BX + tl.arange(0, BX), tl.arange(0, BS)
+            words = tl.load(x_ptr + row.to(tl.int64) * X + word, mask=word < X, other=0)
+            mask_S = s < tl.where(part == 0, S, 0)
+            scales = tl.load(scale_ptr + row.to(tl.int64) * S + s, mask=mask_S, other=0)
+            slot = id * G + rows_before(ids_ptr, id, row, K, BG, BK)
+            # Pairs of one row and one expert store the same words there.
+            tl.store(x_out + slot.to(tl.int64) * X + word, words, mask=word < X)
+            tl.store(scale_out + slot.to(tl.int64) * S + s, scales, mask=mask_S)
+        if part == 0:
+            tl.store(slot_ptr + pair, slot)
 
 
 @triton.jit
@@ -84,20 +128,25 @@ def in_batches(
     slot_GK, counts_E = ids_GK.new_empty((G, K)), ids_GK.new_empty(experts)
     x_EMD, scale_EMS = x_GD.new_empty((experts, G, D)), scale_GS.new_empty((experts, G, S))
     options = pdl_options(ids_GK)
+    X, words = D * x_GD.dtype.itemsize // 4, S * scale_GS.dtype.itemsize // 4
+    BX, BK = min(WORDS, triton.next_power_of_2(X)), triton.next_power_of_2(K)
+    BS, parts = triton.next_power_of_2(max(1, words)), triton.cdiv(X, BX)
+    moved = [words_of(t) if t.shape[-1] else t for t in (x_GD, scale_GS, x_EMD, scale_EMS)]
+    if G * K <= ONE_LAUNCH:
+        in_batches_kernel[(G * K + experts, parts)](
+            ids_GK, *moved[:2], slot_GK, counts_E, *moved[2:], G,
+            E=experts, K=K, BK=BK, BG=min(triton.next_power_of_2(G), max(1, AT_ONCE // BK)),
+            X=X, S=words, BX=BX, BS=BS, num_warps=4, **options,
+        )  # fmt: skip
+        return x_EMD, scale_EMS, slot_GK, counts_E
     slots_kernel[(experts + 1,)](
         ids_GK, slot_GK, counts_E, G * K, G,
         E=experts, K=K, BR=min(PAIRS, max(16, triton.next_power_of_2(G * K))), num_warps=4,
         **options,
     )  # fmt: skip
-    X, words = D * x_GD.dtype.itemsize // 4, S * scale_GS.dtype.itemsize // 4
-    BX = min(WORDS, triton.next_power_of_2(X))
-    x, scale, to, scale_to = (
-        words_of(t) if t.shape[-1] else t for t in (x_GD, scale_GS, x_EMD, scale_EMS)
-    )
-    copy_kernel[(G * K, triton.cdiv(X, BX))](
-        ids_GK, slot_GK, x, scale, to, scale_to,
-        E=experts, K=K, BK=triton.next_power_of_2(K), X=X, S=words, BX=BX,
-        BS=triton.next_power_of_2(max(1, words)), num_warps=4, **options,
+    copy_kernel[(G * K, parts)](
+        ids_GK, slot_GK, *moved,
+        E=experts, K=K, BK=BK, X=X, S=words, BX=BX, BS=BS, num_warps=4, **options,
     )  # fmt: skip
     return x_EMD, scale_EMS, slot_GK, counts_E
 
