@@ -92,6 +92,8 @@ def _launch(*given: Any) -> Tensor:
     """Launch with the tensors of `run`, and its other arguments behind them."""
     named: dict[str, Any] = dict(zip(TENSORS, given, strict=False))
     counts_E, transposed, act, formats, expected = given[len(TENSORS) :]
+    from moe_ops.kernels.triton.experts.schedule.batches import Batches
+
     x_TD, E = named["x_TD"], named["w13_EFD"].shape[0]
     T = x_TD.shape[0]
     ids_TK = x_TD.new_empty((T, 1), dtype=torch.int32)
@@ -109,8 +111,8 @@ def _launch(*given: Any) -> Tensor:
     if path.tiles:
         tiles = path.function(path.tiles)(call.x_TD, call.ids_TK, layer, None)
     out_TD: Tensor = path.function(path.run)(
-        x_TD, weights_TK, ids_TK, layer, None, None, tiles, None, counts_E=counts_E,
-        **path.options(call),
+        x_TD, weights_TK, ids_TK, layer, None, None, tiles, None, **path.options(call),
+        batches=Batches(counts_E=counts_E, slots=T // E, expected=tokens // E),
     )  # fmt: skip
     return out_TD
 

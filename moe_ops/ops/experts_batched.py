@@ -146,8 +146,9 @@ def experts_batched(call: ExpertsBatchedCall) -> Tensor:
 
     Batches are what kernels of expert parallelism hand over where nothing may wait for counts, such
     as DeepEP's low-latency ones: their buffers can be given as they are. What x_EMD and its scales
-    hold past a count is never read, and what the result holds there is unspecified. A count above M
-    is M, one below 0 is 0. Rows are not weighed: `combine_tokens` of the layout "batched" does so.
+    hold past a count changes nothing, and what the result holds there is unspecified. A count above
+    M is M, one below 0 is 0. Rows are not weighed: `combine_tokens` of the layout "batched" does
+    so.
 
     x_EMD: [E, M, D], floats or, with x_scale_EMG [E, M, groups], codes of an x_format of 8 bits, as
     `experts` takes tokens; with strides whose rows of all experts follow each other (contiguous

@@ -216,7 +216,7 @@ def rank_rows(
     """One program: up to BN sorted rows of one expert; x has a row for each token, or for each of
     these. Writes down the adapter of each, too, if tokens have one each."""
     take_turn(PDL)
-    e, _, first, count = unit_of(ends_ptr, tl.program_id(0), 1, tl.arange(0, BE), E, BN)
+    e, _, first, count = unit_of(ends_ptr, tl.program_id(0), 1, tl.arange(0, BE), E, BN, None)
     if e >= E:
         return
     n = tl.arange(0, BN)

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_ops.kernels.triton import brings_decoder
 from moe_ops.kernels.triton.experts.adapters import NOTHING, Added
 from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.schedule.batches import Batches
 from moe_ops.kernels.triton.experts.schedule.sort import most_units
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.experts.weights import Experts
@@ -64,7 +65,10 @@ class Call:
     tiles: Any  # the sizes of launches, None for products that have one
     rounds_x: bool = False  # whether the products make codes of x, and of h, as they load them
     rounds_h: bool = False
-    order: tuple[Tensor, ...] = ()  # if pairs are sorted, the pair in each row, ends of experts
+    batches: Batches | None = None  # tokens are the slots of these
+    # If pairs are sorted, the pair in each row, ends of experts; where rows stay in their slots,
+    # None and the counts of batches.
+    order: tuple[Any, ...] = ()
     inverse_R: Tensor | None = None  # and the row of each pair
     table: Tensor | None = None  # of experts in use, which `tiny_up` writes
     tile_map: TileMap = field(init=False)  # of sorted rows, for products with a table of tiles
@@ -102,6 +106,18 @@ class Call:
         """Experts as vectors have them."""
         return max(2, triton.next_power_of_2(self.sizes[0]))
 
+    @property
+    def slots(self) -> int | None:
+        """The slots of each expert, where rows stay in them; None of rows that are sorted."""
+        return self.batches.slots if self.batches is not None and self.inverse_R is None else None
+
+    @property
+    def loops(self) -> bool:
+        """Whether there may be more units of work than programs, which take several then."""
+        return self.batches is not None
+
     def units(self, rows: int) -> int:
-        """The most units of work of up to so many rows of an expert."""
-        return most_units(self.ids_TK.numel(), self.sizes[0], rows)
+        """The most units of work of up to so many rows of an expert; of batches, as many as the
+        rows make that are expected, however they fall."""
+        R, E = self.ids_TK.numel(), self.sizes[0]
+        return most_units(R if self.batches is None else E * self.batches.expected, E, rows)

@@ -32,11 +32,11 @@ from moe_ops.kernels.triton.experts.adapters import (
     added_rows,
 )
 from moe_ops.kernels.triton.experts.call import Call, Reads
-from moe_ops.kernels.triton.experts.formats.codes import floats_of
+from moe_ops.kernels.triton.experts.formats.codes import Codes, floats_of
 from moe_ops.kernels.triton.experts.operands import operand
 from moe_ops.kernels.triton.experts.operands.beside_sort import made_beside, sort_beside_tokens
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
-from moe_ops.kernels.triton.experts.schedule.batches import order_batches, put_back
+from moe_ops.kernels.triton.experts.schedule.batches import Batches, order_batches, put_back
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
@@ -67,14 +67,14 @@ class Products:
 def run(
     products: Products, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, layer: Experts,
     expert_map: Tensor | None, residual_TD: Tensor | None = None, tiles: Any = None,
-    adapters: Adapters | None = None, counts_E: Tensor | None = None,
+    adapters: Adapters | None = None, batches: Batches | None = None,
 ) -> Tensor:  # fmt: skip
     """The `experts` op, with adapters if there are any, added to a contiguous residual if there is
     one. `tiles` are those that the products take, None for products with a table of tiles. The
     device of x is the current one.
 
-    With counts_E tokens are the slots of batches, which have one expert each: ids and weights are
-    room for theirs, and of slots that are not used nothing is read or written.
+    With batches tokens are their slots, which have one expert each: ids and weights are room for
+    theirs, and slots that are not used change nothing and are not written.
     """
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     # Where h is rounded to codes, they are those of h, not of h times its weight.
@@ -82,11 +82,10 @@ def run(
     c = Call(
         layer=layer, codes=codes, sizes=(E, D, I), reads=products.reads, ids_TK=ids_TK,
         expert_map=expert_map, residual_TD=residual_TD, weights=weights_TK if early else None,
-        dtype=floats_of(x_TD, codes), tiles=tiles,
+        dtype=floats_of(x_TD, codes), tiles=tiles, batches=batches,
     )  # fmt: skip
     c.rounds_x, c.rounds_h = products.rounds(c)
-    batches = None if counts_E is None else (counts_E, weights_TK)
-    x_TD = _order(products, c, x_TD, batches, adapted=adapters is not None)
+    x_TD = _order(products, c, x_TD, weights_TK, adapted=adapters is not None)
     c.h = operand.room_for_hidden(c)
     # Right before the product that adds it: some begin ahead of its end.
     if adapters is not None:
@@ -100,18 +99,16 @@ def run(
     products.down(c)
     if c.inverse_R is None:
         return c.out
-    if counts_E is not None:
-        return put_back(c.out, counts_E, c.order[1])
+    if batches is not None:
+        return put_back(c.out, batches.counts_E, c.order[1])
     return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
 
 
 def _order(
-    products: Products, c: Call, x_TD: Tensor, batches: tuple[Tensor, Tensor] | None, *,
-    adapted: bool,
-) -> Tensor:  # fmt: skip
-    """Sort pairs, if they are, and make tokens what the first product reads; what adapters read.
-    `batches`: counts of slots that need no sorting, and room for their weights."""
-    (T, K), E, codes, made = c.ids_TK.shape, c.sizes[0], c.codes, None
+    products: Products, c: Call, x_TD: Tensor, weights_TK: Tensor, *, adapted: bool
+) -> Tensor:
+    """Sort pairs, if they are, and make tokens what the first product reads; what adapters read."""
+    (T, K), E, codes, batches, made = c.ids_TK.shape, c.sizes[0], c.codes, c.batches, None
     if products.sorts and not c.reads.gathered and batches is None:
         made = made_beside(c, x_TD, adapted=adapted)
     if made is None:
@@ -119,21 +116,31 @@ def _order(
     if products.decodes and codes is not None:
         c.layer = decoded(c.layer, c.dtype)
     if products.sorts:
-        routed = c.ids_TK, E, c.expert_map
-        if batches is not None:
-            order = order_batches(batches[0], c.ids_TK, batches[1])
+        routed, order = (c.ids_TK, E, c.expert_map), None
+        if batches is not None and _stays(codes):
+            c.weights, ends_E = None, batches.counts_E
+            c.order = (None, ends_E)
+        elif batches is not None:
+            order = order_batches(batches.counts_E, c.ids_TK, weights_TK)
         elif made is not None:
             order = sort_beside_tokens(*routed, x_TD, made)
         else:
             order = sort_pairs(*routed)
-        rows_R, c.inverse_R, ends_E = order
-        c.order = (rows_R, ends_E)
+        if order is not None:
+            rows_R, c.inverse_R, ends_E = order
+            c.order = (rows_R, ends_E)
     else:
         _check_few(T, K)
     if products.tile_rows is not None:
-        c.tile_map = tile_map(ends_E, T * K, products.tile_rows(c, x_TD))
+        c.tile_map = tile_map(ends_E, T * K, products.tile_rows(c, x_TD), c.slots)
     c.x = operand.tokens_operand(c, x_TD) if made is None else operand.ready_tokens(c, made)
     return made.values if made is not None and made.how == "emulated" else x_TD
+
+
+def _stays(codes: Codes | None) -> bool:
+    """Whether products read and write batches in their slots. Rows that are rounded by what is
+    known of others, or of their experts, are brought into the order of experts first."""
+    return codes is None or (codes.inputs is None and not codes.by_row)
 
 
 def _added(c: Call, x: Tensor, adapters: Adapters, pair: Pair, *, of_tokens: bool) -> Added:

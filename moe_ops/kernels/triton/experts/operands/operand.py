@@ -39,6 +39,8 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     """Tokens of `rounded_tokens` for the first product."""
     K, codes, scale = c.ids_TK.shape[1], c.codes, None
     inverse_R = c.inverse_R if c.reads.gathered else None
+    if c.slots is not None and (c.reads.gathered or c.arranges):  # those that are used, in place
+        inverse_R = c.order[1]
     choices = K if inverse_R is None else 1
     if codes is None:
         return Operand(x_TD, None, choices)
@@ -51,13 +53,13 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     elif codes.quantizes and given_TG is not None:
         scale = given_TG
         if inverse_R is not None:
-            x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K)
+            x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K, c.slots)
     elif codes.quantizes and inverse_R is not None:
-        x_TD, scale = quantize_sorted(x_TD, inverse_R, K, codes.weight.across)
+        x_TD, scale = quantize_sorted(x_TD, inverse_R, K, codes.weight.across, c.slots)
     elif codes.quantizes:
-        x_TD, scale = quantize_tokens(x_TD, codes.weight)
+        x_TD, scale = quantize_tokens(x_TD, codes.weight, c.batches)
     elif c.arranges:
-        x_TD = arrange(x_TD, codes.weight, inverse_R, 1 if inverse_R is None else K)
+        x_TD = arrange(x_TD, codes.weight, inverse_R, 1 if inverse_R is None else K, c.slots)
     return Operand(_as_read(c, x_TD, scale), scale, choices)
 
 
@@ -99,7 +101,7 @@ def hidden_operand(c: Call) -> Operand:
         assert c.weights is not None
         values, scale = row_scales.quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
     elif codes.quantizes:
-        values, scale = quantize_tokens(values, codes.weight)
+        values, scale = quantize_tokens(values, codes.weight, c.batches)
     elif codes.inputs is not None:
         columns, bits = c.sizes[2], codes.bits if c.arranges else 0
         values = emulate(values, columns, codes.inputs, codes.h_scale, ends_E, bits)

@@ -11,15 +11,17 @@ from torch import Tensor
 
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.formats.scales import scale_of
+from moe_ops.kernels.triton.experts.schedule.sort import row_of
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
+from moe_ops.registry.backend import is_aligned
 
 TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes; columns decoded
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "M"])
 def copy_to_rows_kernel(
-    codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_scale, T,
+    codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_scale, T, M,
     K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
     BG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -31,27 +33,33 @@ def copy_to_rows_kernel(
     g = tl.arange(0, BG)[None, :]
     t_T1 = t.to(tl.int64)[:, None]
     here = (t < T)[:, None]
+    if M is not None:  # a slot is read if it is used
+        here = (row_of(inverse_ptr, t, t < T, M) >= 0)[:, None]
     words = tl.load(codes_ptr + t_T1 * W + w, mask=here & (w < W), other=0)
     mine = here & (g < tl.where(tl.program_id(1) == 0, G, 0))
     scales = tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0.0)
     for k in range(K):
-        row = tl.load(inverse_ptr + t * K + k, mask=t < T, other=-1).to(tl.int64)[:, None]
+        row = row_of(inverse_ptr, t * K + k, t < T, M).to(tl.int64)[:, None]
         tl.store(out_ptr + row * W + w, words, mask=(row >= 0) & (w < W))
         tl.store(out_scale_ptr + g * stride_scale + row, scales, mask=mine & (row >= 0))
 
 
-def in_rows(x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def in_rows(
+    x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int, slots: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes [R, D] of the token in each row (`sort_pairs`), and float32 scales [groups, R or more],
-    as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words."""
-    (T, D), R, G = x_TD.shape, inverse_R.numel(), scale_TG.shape[1]
-    codes_RD = x_TD.new_empty(R, D)
+    as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words. inverse_R
+    and slots as `row_of` takes them; codes in slots are where they should be."""
+    (T, D), R, G = x_TD.shape, x_TD.shape[0] * top_k, scale_TG.shape[1]
+    stays = slots is not None and is_aligned(x_TD)
+    codes_RD = x_TD if stays else x_TD.new_empty(R, D)
     scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
-    W = D // 4
-    BW = min(WORDS, triton.next_power_of_2(W))
+    W = 0 if stays else D // 4
+    BW = min(WORDS, triton.next_power_of_2(max(1, W)))
     launch(
-        copy_to_rows_kernel, (triton.cdiv(T, TOKENS), triton.cdiv(W, BW)),
+        copy_to_rows_kernel, (triton.cdiv(T, TOKENS), max(1, triton.cdiv(W, BW))),
         x_TD.view(torch.int32), scale_TG, inverse_R, codes_RD.view(torch.int32), scale_GR,
-        scale_GR.stride(0), T,
+        scale_GR.stride(0), T, slots,
         K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), num_warps=4,
         **pdl_options(x_TD),
     )  # fmt: skip

@@ -42,15 +42,15 @@ def _run(up: bool, down: bool) -> Callable[..., Tensor]:
 
 def _up(wgmma: bool, c: Call) -> None:
     (w, *_, bias), (rows_R, ends_E), act = c.layer.stack13, c.order, c.layer.act
-    to = c.h.values
-    args = c.x.values, rows_R, ends_E, w, bias, to, c.x.choices, act, c.tile_map, wgmma
-    product(*args, added=c.added13)
+    to, choices = c.h.values, None if rows_R is None else c.x.choices
+    args = c.x.values, rows_R, ends_E, w, bias, to, choices, act, c.tile_map, wgmma
+    product(*args, added=c.added13, slots=c.slots)
 
 
 def _down(wgmma: bool, c: Call) -> None:
     (w, *_, bias), (_, ends_E) = c.layer.stack2, c.order
     args = c.h.values, None, ends_E, w, bias, c.out, None, LINEAR, c.tile_map, wgmma
-    product(*args, added=c.added2)
+    product(*args, added=c.added2, slots=c.slots)
 
 
 @on_its_device
@@ -79,17 +79,17 @@ def _kernel(wgmma: bool) -> Any:
 def product(
     a: Tensor, rows: Tensor | None, ends_E: Tensor, w_ENK: Tensor, bias_EN: Tensor | None,
     out: Tensor, top_k: int | None, act: Act, tiles: TileMap | None, wgmma: bool,
-    added: Added = NOTHING,
+    added: Added = NOTHING, slots: int | None = None,
 ) -> Tensor:  # fmt: skip
     """`out`, where row r of expert e becomes activate(W[e] @ a[s] + bias[e]), where s is r, or
     rows[r] // top_k. W is [gate; up], or even and odd rows if interleaved; any strides do.
-    What `added` adds is added before the activation."""
+    What `added` adds is added before the activation. ends_E and slots as `tile_map` takes them."""
     if out.numel() == 0:
         return out
     wgmma = wgmma and _kernel(True).adds(added)
     block_m = tile_rows(a, out.shape[0], w_ENK, wgmma, added)
     if tiles is None or tiles.block_m != block_m:
-        tiles = tile_map(ends_E, out.shape[0], block_m)
+        tiles = tile_map(ends_E, out.shape[0], block_m, slots)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
     _kernel(wgmma).launch(a, rows, w_ENK, bias_EN, out, tiles, top_k, act, added=added)
     return out

@@ -80,8 +80,12 @@ def _up(c: Call) -> None:
     kernel, routed, rows = kernels.one_up, (c.ids_TK, c.weights, c.expert_map), c.ids_TK.shape[1]
     size, more = c.n_map, {}
     if c.order:
-        kernel, routed, rows = kernels.few_up, (*c.order, c.weights), c.units(stream.tokens)
-        size, more = c.x.values.stride(0), {"K": c.x.choices, "BE": c.BE}
+        kernel, routed, rows = (
+            kernels.few_up,
+            (*c.order, c.slots, c.weights),
+            c.units(stream.tokens),
+        )
+        size, more = c.x.values.stride(0), {"K": c.x.choices, "BE": c.BE, "LOOPS": c.loops}
     F = 2 * I if layer.act.gated else I
     launch(
         kernel, (rows * triton.cdiv(F, stream.rows),),
@@ -100,8 +104,12 @@ def _down(c: Call) -> None:
     kernel, routed, rows = kernels.one_down, (c.ids_TK, c.weights, c.expert_map), 1
     written, more = (c.residual_TD, c.out, c.n_map), {"K": c.ids_TK.shape[1], "C": stream.C}
     if c.order:
-        kernel, routed, rows = kernels.few_down, (*c.order, c.weights), c.units(stream.tokens)
-        written, more = (c.out,), {"BE": c.BE}
+        kernel, routed, rows = (
+            kernels.few_down,
+            (*c.order, c.slots, c.weights),
+            c.units(stream.tokens),
+        )
+        written, more = (c.out,), {"BE": c.BE, "LOOPS": c.loops}
     launch(
         kernel, (rows * triton.cdiv(D, stream.rows),),
         c.h.values, c.h.scale, *routed, *_words(layer.stack2, layer), *written,

@@ -311,38 +311,79 @@ def counted(BE: gl.constexpr):
 
 
 @gluon.jit
+def token_of(rows_ptr, first, n, K: gl.constexpr):
+    """The tokens of rows first + n: of their pairs, or themselves where rows are not sorted."""
+    if rows_ptr is None:
+        return first + n
+    else:
+        return gl.load(rows_ptr + first + n) // K
+
+
+@gluon.jit
 def few_up(
-    x_ptr, x_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    x_ptr, x_scale_ptr, rows_ptr, ends_ptr, slots, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
     global_scale_ptr, bias_ptr, h_ptr, stride_x, stride_be, narrow_ptr, wide_ptr, index_ptr,
     stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
     W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr,
     RANK: gl.constexpr, TR: gl.constexpr, BE: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
-    PDL: gl.constexpr,
+    LOOPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """One program: a unit of work; of more units than programs, every so many, if it LOOPS."""
+    M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
+    N: gl.constexpr = 8 * SIZES.NT
+    blocks: gl.constexpr = ((2 * I if ACT.gated else I) + M - 1) // M
+    tokens = (x_ptr, x_scale_ptr, rows_ptr, weights_ptr, stride_x)
+    layer = (w_ptr, w_scale_ptr, w_zero_ptr, global_scale_ptr, bias_ptr, stride_be)
+    of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+    if narrow_ptr is None:
+        take_turn(PDL)
+    unit = gl.program_id(0)
+    e, block, first, count = unit_of(ends_ptr, unit, blocks, counted(BE), E, N, slots)
+    if LOOPS:
+        while e < E:
+            up_of_unit(
+                e, block, first, count, tokens, layer, of_adapter, h_ptr, E, K, D, I, ACT, W,
+                SHARED, DTYPE, ADAPTERS, RANK, TR, P, SIZES, PDL,
+            )  # fmt: skip
+            unit += gl.num_programs(0)
+            e, block, first, count = unit_of(ends_ptr, unit, blocks, counted(BE), E, N, slots)
+    else:
+        if e >= E:
+            if narrow_ptr is not None:
+                take_turn(PDL)
+            return
+        up_of_unit(
+            e, block, first, count, tokens, layer, of_adapter, h_ptr, E, K, D, I, ACT, W, SHARED,
+            DTYPE, ADAPTERS, RANK, TR, P, SIZES, PDL,
+        )  # fmt: skip
+
+
+@gluon.jit
+def up_of_unit(
+    e, block, first, count, tokens, layer, of_adapter, h_ptr,
+    E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr,
+    W: gl.constexpr, SHARED: gl.constexpr, DTYPE: gl.constexpr, ADAPTERS: gl.constexpr,
+    RANK: gl.constexpr, TR: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Some columns of h for some rows of one expert."""
+    x_ptr, x_scale_ptr, rows_ptr, weights_ptr, stride_x = tokens
+    w_ptr, w_scale_ptr, w_zero_ptr, global_scale_ptr, bias_ptr, stride_be = layer
     S: gl.constexpr = SIZES.S
     M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
     N: gl.constexpr = 8 * SIZES.NT
     ROWS: gl.constexpr = 2 * I if ACT.gated else I
-    blocks: gl.constexpr = (ROWS + M - 1) // M
     EACH: gl.constexpr = 4 if x_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(D, S)
     GROUPS: gl.constexpr = token_groups(D, W)
-    if narrow_ptr is None:
-        take_turn(PDL)
-    e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
-    if e >= E:
-        if narrow_ptr is not None:
-            take_turn(PDL)
-        return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     row_M = up_rows(block, M, I, ACT, along(words, 1))
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
     # Of rows past the last one anything: columns of a product do not mix.
-    token_N = gl.load(rows_ptr + first + gl.minimum(n, count - 1)) // K
+    token_N = token_of(rows_ptr, first, gl.minimum(n, count - 1), K)
     x_N = x_ptr + token_N.to(gl.int64) * stride_x
     x_SN = x_N[None, :] + (s * (L * COLUMNS_OF_STEP // EACH))[:, None]
-    token_t = gl.load(rows_ptr + first + gl.minimum(n_t, count - 1)) // K
+    token_t = token_of(rows_ptr, first, gl.minimum(n_t, count - 1), K)
     t_SN = (token_t * GROUPS)[None, :] + (s_t * part_groups(D, S, W))[:, None]
     tokens = (x_SN, x_scale_ptr, t_SN)
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
@@ -351,9 +392,8 @@ def few_up(
         False,
     )  # fmt: skip
     acc = under_globals(summed(acc, W, DTYPE), global_scale_ptr, e, row_M, ROWS, SHARED)
-    if narrow_ptr is not None:
+    if of_adapter[0] is not None:
         take_turn(PDL)
-        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(
             acc, e, row_M, first, count, first, of_adapter, E, ADAPTERS, RANK, TR, SIZES
         )
@@ -369,25 +409,58 @@ def few_up(
 
 @gluon.jit
 def few_down(
-    h_ptr, h_scale_ptr, rows_ptr, ends_ptr, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
+    h_ptr, h_scale_ptr, rows_ptr, ends_ptr, slots, weights_ptr, w_ptr, w_scale_ptr, w_zero_ptr,
     global_scale_ptr, bias_ptr, y_ptr, stride_be, narrow_ptr, wide_ptr, index_ptr, stride_bg,
     stride_bf, stride_br,
     E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
     ADAPTERS: gl.constexpr, RANK: gl.constexpr, TR: gl.constexpr, BE: gl.constexpr,
-    P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+    P: gl.constexpr, SIZES: gl.constexpr, LOOPS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = SIZES.S
+    """One program: a unit of work; of more units than programs, every so many, if it LOOPS."""
     M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
     N: gl.constexpr = 8 * SIZES.NT
     blocks: gl.constexpr = (D + M - 1) // M
+    rows = (h_ptr, h_scale_ptr, rows_ptr, weights_ptr)
+    layer = (w_ptr, w_scale_ptr, w_zero_ptr, global_scale_ptr, bias_ptr, stride_be)
+    of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
+    # Who sorted the rows, or counted them, ended two launches ago.
+    unit = gl.program_id(0)
+    e, block, first, count = unit_of(ends_ptr, unit, blocks, counted(BE), E, N, slots)
+    if LOOPS:
+        while e < E:
+            down_of_unit(
+                e, block, first, count, rows, layer, of_adapter, y_ptr, E, D, I, W, DTYPE, ADAPTERS,
+                RANK, TR, P, SIZES, PDL,
+            )  # fmt: skip
+            unit += gl.num_programs(0)
+            e, block, first, count = unit_of(ends_ptr, unit, blocks, counted(BE), E, N, slots)
+        take_turn(PDL)  # of programs without a unit, too
+    else:
+        if e >= E:
+            take_turn(PDL)
+            return
+        down_of_unit(
+            e, block, first, count, rows, layer, of_adapter, y_ptr, E, D, I, W, DTYPE, ADAPTERS,
+            RANK, TR, P, SIZES, PDL,
+        )  # fmt: skip
+
+
+@gluon.jit
+def down_of_unit(
+    e, block, first, count, rows, layer, of_adapter, y_ptr,
+    E: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr, DTYPE: gl.constexpr,
+    ADAPTERS: gl.constexpr, RANK: gl.constexpr, TR: gl.constexpr, P: gl.constexpr,
+    SIZES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Some columns of y for some rows of one expert."""
+    h_ptr, h_scale_ptr, rows_ptr, weights_ptr = rows
+    w_ptr, w_scale_ptr, w_zero_ptr, global_scale_ptr, bias_ptr, stride_be = layer
+    S: gl.constexpr = SIZES.S
+    M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
+    N: gl.constexpr = 8 * SIZES.NT
     EACH: gl.constexpr = 4 if h_ptr.dtype.element_ty == gl.int32 else 1
     L: gl.constexpr = steps_of(I, S)
     GROUPS: gl.constexpr = token_groups(I, W)
-    # Who sorted the rows ended two launches ago.
-    e, block, first, count = unit_of(ends_ptr, gl.program_id(0), blocks, counted(BE), E, N)
-    if e >= E:
-        take_turn(PDL)
-        return
     words: gl.constexpr = words_layout(SIZES, W.bits)
     d = gl.minimum(block * M + gl.arange(0, M, along(words, 1)), D - 1)
     s, n, s_t, n_t = token_vectors(SIZES, W, EACH)
@@ -398,12 +471,11 @@ def few_down(
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
     acc = product_of(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, d, tokens, D, I, S, W, DTYPE, P, SIZES, False,
-        PDL and narrow_ptr is None,
+        PDL and of_adapter[0] is None,
     )  # fmt: skip
     acc = under_global(summed(acc, W, DTYPE), global_scale_ptr, e)
-    if narrow_ptr is not None:
+    if of_adapter[0] is not None:
         take_turn(PDL)
-        of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(acc, e, d, first, count, first, of_adapter, E, ADAPTERS, RANK, TR, SIZES)
     layout: gl.constexpr = acc.type.layout
     n = gl.arange(0, N, gl.SliceLayout(0, layout))

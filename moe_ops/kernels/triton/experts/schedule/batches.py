@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton.experts.schedule.sort import count_of
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
 BLOCK, ROWS, COLUMNS = 1024, 4, 1024
 
 
-@triton.jit
-def count_of(counts_ptr, e, M):
-    """The rows of an expert, at most as many as it has slots."""
-    return tl.minimum(tl.maximum(tl.load(counts_ptr + e), 0), M)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """Counts of the rows of experts, int32 [E]; the slots that each has, and about how many rows:
+    launches are sized by that, and are right for any counts."""
+
+    counts_E: Tensor
+    slots: int
+    expected: int
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -29,7 +36,7 @@ def order_kernel(
     other_E = tl.arange(0, BE)
     counts_E = tl.load(counts_ptr + other_E, mask=other_E < e, other=0)
     begin = tl.sum(tl.minimum(tl.maximum(counts_E, 0), M), 0)
-    count = count_of(counts_ptr, e, M)
+    count = count_of(counts_ptr, e, True, M)
     for first in range(0, M, BM):
         m = first + tl.arange(0, BM)
         slot, inside, used = e * M + m, m < M, m < count
@@ -63,7 +70,7 @@ def put_back_kernel(
     """Rows of an expert into its first slots; others stay unwritten."""
     take_turn(PDL)
     e, m = tl.program_id(0), tl.program_id(1) * BR + tl.arange(0, BR)
-    count = count_of(counts_ptr, e, M)
+    count = count_of(counts_ptr, e, True, M)
     begin = tl.load(ends_ptr + e) - count
     d = tl.program_id(2) * BD + tl.arange(0, BD)
     mask_RD = (m < count)[:, None] & (d < D)[None, :]

@@ -131,22 +131,47 @@ def most_units(R: int, E: int, rows: int) -> int:
 
 
 @triton.jit
-def unit_of(ends_ptr, unit, blocks, experts_E, E: tl.constexpr, BN: tl.constexpr):
+def count_of(counts_ptr, e, inside, M):
+    """The rows of experts that have M slots each, at most as many; 0 of those that are outside."""
+    return tl.minimum(tl.maximum(tl.load(counts_ptr + e, mask=inside, other=0), 0), M)
+
+
+@triton.jit
+def row_of(inverse_ptr, pair, inside, M):
+    """The rows of pairs, -1 of those that have none. M: None, or the slots of each expert, which
+    are pairs and rows; then not rows are given, but counts of the slots that are used."""
+    if M is None:
+        return tl.load(inverse_ptr + pair, mask=inside, other=-1)
+    else:
+        return tl.where(pair % M < count_of(inverse_ptr, pair // M, inside, M), pair, -1)
+
+
+@triton.jit
+def unit_of(ends_ptr, unit, blocks, experts_E, E: tl.constexpr, BN: tl.constexpr, M):
     """(expert, block, first row, rows) of a unit of work: a block of an expert's weights and up to
     BN of its rows. Units of one block are neighbours, so that its weights are read once. The expert
     of a unit past the last is E. experts_E counts E or more of them, in the caller's layout.
+
+    M: None, or the slots of each expert, whose rows are the first of them; then ends are counts.
     """
     inside_E = experts_E < E
-    end_E = tl.load(ends_ptr + experts_E, mask=inside_E, other=0)
-    begin_E = tl.load(ends_ptr + experts_E - 1, mask=inside_E & (experts_E > 0), other=0)
-    tiles_E = tl.where(inside_E, (end_E - begin_E + BN - 1) // BN, 0)
+    if M is None:
+        end_E = tl.load(ends_ptr + experts_E, mask=inside_E, other=0)
+        begin_E = tl.load(ends_ptr + experts_E - 1, mask=inside_E & (experts_E > 0), other=0)
+        tiles_E = tl.where(inside_E, (end_E - begin_E + BN - 1) // BN, 0)
+    else:
+        tiles_E = (count_of(ends_ptr, experts_E, inside_E, M) + BN - 1) // BN
     last_E = tl.cumsum(tiles_E, 0)
     past_E = inside_E & (last_E * blocks <= unit)
     e = tl.sum(past_E.to(tl.int32), 0)
     index = unit - tl.max(tl.where(past_E, last_E, 0), 0) * blocks
     # Loaded once more, which is quicker than two sums over all experts.
-    begin = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
-    end = tl.load(ends_ptr + e, mask=e < E, other=0)
+    if M is None:
+        begin = tl.load(ends_ptr + e - 1, mask=(e > 0) & (e < E), other=0)
+        end = tl.load(ends_ptr + e, mask=e < E, other=0)
+    else:
+        begin = e * M
+        end = begin + count_of(ends_ptr, e, e < E, M)
     tiles = tl.maximum((end - begin + BN - 1) // BN, 1)
     first = begin + index % tiles * BN
     return e, index // tiles, first, tl.minimum(end - first, BN)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_ops.kernels.triton.experts.schedule.sort import count_of
 from moe_ops.kernels.triton.replay import launch
 
 GROUP = 16  # tiles of one expert that run side by side, sharing W from the L2 cache
@@ -35,22 +36,23 @@ class TileMap:
         return self.table.shape[0] - 1
 
 
-def tile_map(ends_E: Tensor, rows: int, block_m: int) -> TileMap:
-    """Tiles of at most `block_m` rows, for every product over these rows of those `tile_rows`."""
+def tile_map(ends_E: Tensor, rows: int, block_m: int, slots: int | None = None) -> TileMap:
+    """Tiles of at most `block_m` rows, for every product over these rows of those `tile_rows`.
+    With `slots` of each expert its rows are the first of them, as many as counts E say."""
     E = ends_E.numel()
     capacity = rows // block_m + min(E, rows)
     table = torch.empty(1 + capacity, ENTRY.value, dtype=torch.int32, device=ends_E.device)
     block, block_e = 128, max(triton.next_power_of_2(E), 16)
     launch(
-        _tile_map, (E,), ends_E, table, E, rows, capacity, block_m, GROUP, block_e, block,
+        _tile_map, (E,), ends_E, table, E, rows, capacity, slots, block_m, GROUP, block_e, block,
         num_warps=4,
     )  # fmt: skip
     return TileMap(table, block_m)
 
 
-@triton.jit(do_not_specialize=["R", "CAPACITY"])
+@triton.jit(do_not_specialize=["R", "CAPACITY", "M"])
 def _tile_map(
-    ends_ptr, tiles_ptr, E, R, CAPACITY,
+    ends_ptr, tiles_ptr, E, R, CAPACITY, M,
     BLOCK_M: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program e writes the tiles of expert e.
@@ -60,8 +62,12 @@ def _tile_map(
     """
     e = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
-    ends = tl.load(ends_ptr + experts, mask=experts < E, other=0)
-    starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    if M is None:
+        ends = tl.load(ends_ptr + experts, mask=experts < E, other=0)
+        starts = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < E), other=0)
+    else:
+        starts = experts * M
+        ends = starts + count_of(ends_ptr, experts, experts < E, M)
     ends = tl.minimum(tl.maximum(ends, 0), R)
     starts = tl.minimum(tl.maximum(starts, 0), R)
     rows = tl.where(experts < E, tl.maximum(ends - starts, 0), 0)
