@@ -18,12 +18,14 @@ from moe_ops.testing import BF16, DEVICE, F16, TOL, Case, assert_close
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops.kernels.triton.replay import launches_go_to
 from tests.kernels.test_quantized_experts import call_of
 
 F8 = torch.float8_e4m3fn
 SMALL = Case(name="small", T=3, E=5, K=1, D=128, I=64)
 M = 6
-COUNTS = (0, 6, 2, 0, 9)  # one of more rows than there are slots, which are all of them
+# One of more rows than there are slots, which are all of them; and one of less than none.
+COUNTS = (0, 6, 2, -3, 9)
 DTYPE = BF16 if DEVICE == "cuda" else F16  # the interpreter multiplies no bfloat16
 FORMATS = {
     "floats": ("", ""),
@@ -35,10 +37,12 @@ FORMATS = {
 by_format = pytest.mark.parametrize(("w_format", "x_format"), FORMATS.values(), ids=FORMATS)
 
 
-def batches_of(w_format: str, x_format: str, M: int = M, **more: Any) -> ExpertsBatchedCall:
+def batches_of(
+    w_format: str, x_format: str, M: int = M, counts: tuple[int, ...] = COUNTS, **more: Any
+) -> ExpertsBatchedCall:
     """Rows with NaN past the counts."""
     layer = call_of(SMALL, w_format, x_format, DTYPE, **more) if w_format else plain(**more)
-    counts_E = torch.tensor(COUNTS, dtype=torch.int32, device=DEVICE)
+    counts_E = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     x_EMD = torch.randn(SMALL.E, M, SMALL.D, device=DEVICE).to(DTYPE)
     x_EMD[torch.arange(M, device=DEVICE) >= counts_E[:, None]] = float("nan")
     by_name = {n: getattr(layer, n) for n in experts_batched.arguments.paths if hasattr(layer, n)}
@@ -68,7 +72,7 @@ def check(got: Tensor, call: ExpertsBatchedCall) -> None:
     """Used slots are the definition's; others still hold the NaN that memory is filled with."""
     want = experts_batched.body(call)
     tol = TOL["experts", F8 if call.layer.x_format else DTYPE]
-    for e, count in enumerate(call.batches.counts_E.tolist()):
+    for e, count in enumerate(call.batches.counts_E.clamp(min=0).tolist()):
         assert_close(got[e, :count], want[e, :count], tol)
         assert bool(got[e, count:].isnan().all())
 
@@ -99,12 +103,33 @@ def test_tokens_as_codes(formats: str) -> None:
     assert torch.equal(got.nan_to_num(7.0), run("rows", call).nan_to_num(7.0))
 
 
-def test_what_is_expected_changes_no_result() -> None:
-    call = batches_of("", "")
-    some = replace(call, batches=replace(call.batches, expected=2))
-    assert_close(
-        run("rows", some).nan_to_num(0.0), run("rows", call).nan_to_num(0.0), TOL["experts", DTYPE]
-    )
+@by_format
+def test_more_rows_than_are_expected(w_format: str, x_format: str) -> None:
+    """They make more tiles than there are programs for."""
+    call = batches_of(w_format, x_format, M=70, counts=(35, 0, 2, 70, 17), biases=True)
+    some = replace(call, batches=replace(call.batches, expected=1))
+    got = run("rows", some)
+    check(got, some)
+    assert_close(got.nan_to_num(0.0), run("rows", call).nan_to_num(0.0), TOL["experts", DTYPE])
+
+
+def test_rows_stay_in_their_slots() -> None:
+    """Of floats and of blocks nothing is sorted and put back."""
+    for name, stays in (("floats", True), ("blocks", True), ("rows", False), ("emulated", False)):
+        launched = launches_of(batches_of(*FORMATS[name]))
+        assert ({"order_kernel", "put_back_kernel"} & launched == set()) == stays, name
+
+
+def launches_of(call: ExpertsBatchedCall) -> set[str]:
+    names = set()
+
+    class Names:
+        def launch(self, kernel: Any, *_: Any) -> None:
+            names.add(kernel.fn.__name__)
+
+    with launches_go_to(Names()):
+        run("rows", call)
+    return names
 
 
 def test_no_slots() -> None:

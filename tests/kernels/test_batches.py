@@ -15,6 +15,11 @@ triton_batches = pytest.importorskip(
 
 E, K = 5, 3
 ROWS = {"few": 4, "many": 9}
+# What is made smaller: pairs up to which there is one launch, pairs that programs read at once.
+LAUNCHES = {
+    "one": {}, "one_by_blocks": {"AT_ONCE": 16}, "two": {"ONE_LAUNCH": 0},
+    "two_by_blocks": {"ONE_LAUNCH": 0, "PAIRS": 16},
+}  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 
 
@@ -25,9 +30,18 @@ def ids_of(G: int) -> torch.Tensor:
     return ids_GK
 
 
+def make_smaller(sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in sizes.items():
+        monkeypatch.setattr(triton_batches, name, size)
+
+
+@pytest.mark.parametrize("smaller", (LAUNCHES["one"], LAUNCHES["two"]), ids=("one", "two"))
 @pytest.mark.parametrize("G", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_are_placed(dtype: torch.dtype, G: int) -> None:
+def test_rows_are_placed(
+    dtype: torch.dtype, G: int, smaller: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_smaller(smaller, monkeypatch)
     ids_GK = ids_of(G)
     x_GD = torch.randn(G, 24, device=DEVICE).to(dtype)
     for scale_GS in (torch.randn(G, 2, device=DEVICE), torch.empty(G, 0, device=DEVICE)):
@@ -42,9 +56,9 @@ def test_rows_are_placed(dtype: torch.dtype, G: int) -> None:
                 assert bool(g[e, count:].float().isnan().all()), "is not written"
 
 
-def test_blocks_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More pairs than a program reads at once."""
-    monkeypatch.setattr(triton_batches, "PAIRS", 16)
+@pytest.mark.parametrize("smaller", LAUNCHES.values(), ids=LAUNCHES)
+def test_more_pairs_than_at_once(smaller: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    make_smaller(smaller, monkeypatch)
     ids_GK, x_GD = ids_of(20), torch.randn(20, 4, device=DEVICE)
     scale_GS = torch.empty(20, 0, device=DEVICE)
     got = triton_batches.in_batches(x_GD, scale_GS, ids_GK, E)

@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops import experts, experts_adapted
-from moe_ops.backends import triton_hopper
+from moe_ops import experts, experts_adapted, experts_batched
+from moe_ops.backends import triton_batched, triton_hopper
 from moe_ops.backends.triton import run_experts
 from moe_ops.backends.triton_tiles import one_streams
 from moe_ops.conformance.adapter_samples import FORMS, adapters
@@ -149,6 +149,26 @@ def test_inputs_that_are_emulated(formats: tuple[str, str], by_torch: list[str])
     call = small("rows", formats, biases=True)
     assert_close(run_experts("rows", call), experts.body(call), TOL["experts", torch.uint8])
     assert by_torch == ["few_up", "few_down"]
+
+
+@some_formats
+def test_batches_of_more_rows_than_are_expected(
+    formats: tuple[str, str], by_torch: list[str]
+) -> None:
+    """In their slots, of which those past a count hold NaN; but for those that are sorted first."""
+    call, M = small("rows", formats, biases=True), 20
+    counts_E = torch.tensor([3, 20, 0, 9, -1, 25], dtype=torch.int32)
+    x_EMD = torch.randn(len(counts_E), M, 160).to(call.x_TD.dtype)
+    x_EMD[torch.arange(M) >= counts_E[:, None]] = float("nan")
+    by_name = {n: getattr(call, n) for n in experts_batched.arguments.paths if hasattr(call, n)}
+    given = {"x_EMD": x_EMD, "counts_E": counts_E, "expected": 1, **by_name}
+    batched = experts_batched.call(**given)
+    got, want = triton_batched.run(batched), experts_batched.body(batched)
+    assert by_torch == ["few_up", "few_down"]
+    dtype = F8 if call.x_format else call.x_TD.dtype
+    for e, count in enumerate(counts_E.clamp(min=0).tolist()):
+        assert_close(got[e, :count], want[e, :count], TOL["experts", dtype])
+        assert bool(got[e, count:].isnan().all())
 
 
 @some_formats

@@ -128,6 +128,20 @@ def test_the_tile_map_covers_every_row_once():
     assert longs == sum(n > block_m // 2 for n in heights)
 
 
+def test_the_tile_map_of_slots():
+    """Counts past the slots are all of them, and those below none are none."""
+    slots, counts, block_m = 40, (3, 0, 55, 40, -7, 16), 16
+    tiles = tile_map(torch.tensor(counts, dtype=torch.int32, device=DEVICE), 240, block_m, slots)
+    total, longs, _ = tiles.table[0, :3].tolist()
+    rows = {}
+    for tile, (e, first, end, group, _) in enumerate(tiles.table[1 : 1 + total, :5].tolist()):
+        start = first + (tile - group) * block_m
+        rows.setdefault(e, []).extend(range(start, min(end, start + block_m)))
+    used = {e: min(count, slots) for e, count in enumerate(counts) if count > 0}
+    assert rows == {e: [*range(e * slots, e * slots + n)] for e, n in used.items()}
+    assert (total, longs) == (1 + 3 + 3 + 1, 2 + 2 + 1) and total <= tiles.capacity
+
+
 @pytest.mark.parametrize(
     "ends",
     [
