@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --probe
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --layer qwen3_30b --tokens 1,8,64,512
+    torchrun --nproc-per-node 2 -m moe_ops.bench ep --modes push batched --tokens 8,32,64,128
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --part transport --modes push gather packed
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --part transport --modes vdev2d packed pairs
     torchrun --nproc-per-node 2 -m moe_ops.bench ep --part shared --layer qwen3_30b
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_ops.bench import ep_shared
+from moe_ops.bench import ep_batched, ep_shared
 from moe_ops.bench.ep_peers import PACKED, PAIRS, PEERS, VDEV2D, Own, peer, reduce_scatter
 from moe_ops.bench.inputs import make_routed, make_weights
 from moe_ops.bench.tables import aligned
@@ -50,11 +51,12 @@ from moe_ops.testing import Case
 
 UNIFORM = "uniform"  # the routing that goes without saying
 UNPACKED = "unpacked"  # three all-gathers and a reduce-scatter, as many do it
+BATCHED = "batched"  # push with rows in batches; gather on CPUs
 # What is measured, and how: a layer with its experts, tokens that go there and back, or a layer
 # with shared experts and each of the two kinds alone.
 LAYER, TRANSPORT, SHARED = "layer", "transport", "shared"
 PARTS = {
-    LAYER: (GATHER, EXCHANGE, PUSH, AUTO, UNPACKED),
+    LAYER: (GATHER, EXCHANGE, PUSH, AUTO, UNPACKED, BATCHED),
     TRANSPORT: (GATHER, EXCHANGE, PUSH, PACKED, PAIRS, VDEV2D),
     SHARED: ep_shared.WAYS,
 }
@@ -336,6 +338,8 @@ def layer_arguments(cell: Cell, mode: str, held: dict[str, Any]) -> ExpertsOverR
 
 def layer_call(cell: Cell, mode: str, held: dict[str, Any]) -> Callable[[], Tensor]:
     """A function that runs the layer of a cell in one mode."""
+    if mode == BATCHED:
+        return ep_batched.call(layer_arguments(cell, GATHER, held))
     if mode != UNPACKED:
         args = experts_over_ranks.arguments.flat(layer_arguments(cell, mode, held))
         return lambda: experts_over_ranks(*args)

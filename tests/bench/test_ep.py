@@ -143,7 +143,7 @@ def test_options_of_ep() -> None:
 def test_modes_of_another_part_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.parse(["ep", "--part", "layer", "--modes", "packed"])
-    assert "--part layer has the modes gather, exchange, push, auto, unpacked, got packed" in (
+    assert "has the modes gather, exchange, push, auto, unpacked, batched, got packed" in (
         capsys.readouterr().err
     )
 
