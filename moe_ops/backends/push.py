@@ -143,7 +143,7 @@ def most_pushed(call: ExpertsOverRanksCall) -> int | None:
 def store_tokens(
     call: DispatchTokensCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`dispatch_tokens` in one launch; of batches two more place the rows."""
+    """`dispatch_tokens` in one launch; of batches one or two more place the rows."""
     from moe_ops.kernels.triton import push
 
     sent = contiguous_of(call)

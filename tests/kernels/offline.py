@@ -72,7 +72,7 @@ from tests.kernels.offline_codes import PATHS, calls_by_row, calls_decoded, quan
 from tests.kernels.offline_floats import layer_call
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_linears import calls_of_linears
-from tests.kernels.offline_ranks import in_batches, over_ranks, pushed, summed
+from tests.kernels.offline_ranks import experts_in_batches, in_batches, over_ranks, pushed, summed
 from tests.kernels.offline_states import WITH_STATES, with_states
 from tests.kernels.offline_training import WITH_TRAINING, calls_of_training
 from tests.published_routers import ROUTERS, Router, arguments
@@ -264,6 +264,10 @@ def calls_over_ranks(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]
     for name in BOTH:
         yield f"{name} over ranks", lambda c=LAYERS[name]: over_ranks(c)
         yield f"{name} in batches", lambda c=LAYERS[name]: in_batches(c)
+        for count, *formats in IN_BATCHES:
+            if capability >= 89 or not formats[1]:
+                call = functools.partial(experts_in_batches, LAYERS[name], count, *formats)
+                yield f"{name} in batches of {count} {formats[0]}", call
         for ranks_ in (2, 8):
             yield f"{name} pushed to {ranks_}", lambda c=LAYERS[name], R=ranks_: pushed(c, R)
     for ranks_ in (2, 8, 16):
@@ -297,6 +301,13 @@ def calls_of_codes(
         yield f"{most.K} choices {w_format} {x_format}", call
 
 
+# Of experts in batches, whose programs take several units of work.
+IN_BATCHES = (
+    (2, "", ""), (12, "", ""),
+    (2, "float8_e4m3fn:128x128", "float8_e4m3fn:1x128"),
+    (12, "float8_e4m3fn:128x128", "float8_e4m3fn:1x128"),
+    (2, "int4:1x128:bfloat16", ""), (5, "int4:1x128:bfloat16", ""),
+)  # fmt: skip
 ONE_OF_EACH = "one_of_each"  # kernel of floats, of latents and of training
 PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     ONE_OF_EACH: of_floats_or_latents,

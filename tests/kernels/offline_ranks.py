@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+from moe_ops.backends import triton_batched
 from moe_ops.kernels.triton import batches, push, push_sum, ranks
 from moe_ops.kernels.triton.experts.schedule.batches import order_batches, put_back
 from moe_ops.kernels.triton.ranks import Rows
+from moe_ops.ops.experts_batched import experts_batched
 from moe_ops.testing import Case
+from tests.kernels.offline_codes import quantized_call
+from tests.kernels.offline_floats import layer_call
 
 
 def over_ranks(case: Case) -> None:
@@ -31,16 +37,27 @@ def tokens(case: Case, dtype: torch.dtype) -> list[Rows]:
 
 
 def in_batches(case: Case) -> None:
-    """Rows that arrived into batches, their order for products, and both ways back."""
+    """Rows that arrived into batches, in one launch and in two, their order for products, and both
+    ways back."""
     counts_E, ids_GK = torch.empty(case.E, dtype=torch.int32), torch.empty(8, case.K)
-    for sent in tokens(case, torch.int32):
-        x_GD, scale_GS = (t.repeat(2, 1) for t in (sent.x_TD, sent.scale_TS))
-        batches.in_batches(x_GD, scale_GS, ids_GK.int(), case.E)
+    for sent, times in itertools.product(tokens(case, torch.int32), (1, 256)):
+        x_GD, scale_GS = (t.repeat(2 * times, 1) for t in (sent.x_TD, sent.scale_TS))
+        batches.in_batches(x_GD, scale_GS, ids_GK.int().repeat(times, 1), case.E)
     y_EMD = torch.empty(case.E, 8, case.D, dtype=torch.bfloat16)
     batches.from_batches(y_EMD, ids_GK, ids_GK.int())
     ids_TK = torch.empty(8 * case.E, 1, dtype=torch.int32)
     _, _, ends_E = order_batches(counts_E, ids_TK, torch.empty(8 * case.E, 1))
     put_back(y_EMD.flatten(0, 1), counts_E, ends_E)
+
+
+def experts_in_batches(case: Case, rows: int, w_format: str, x_format: str) -> None:
+    """Few rows of an expert where there may be sixteen times as many."""
+    layer = quantized_call(case, 1, w_format, x_format) if w_format else layer_call(case, 1, False)
+    by_name = {n: getattr(layer, n) for n in experts_batched.arguments.paths if hasattr(layer, n)}
+    x_EMD = layer.x_TD.new_empty(case.E, 16 * rows, case.D)
+    counts_E = layer.ids_TK.new_empty(case.E)
+    call = experts_batched.call(x_EMD=x_EMD, counts_E=counts_E, expected=rows, **by_name)
+    triton_batched.run(call)
 
 
 def arena_of(R: int) -> push.Arena:

@@ -43,7 +43,9 @@ KERNELS = {
     },
     "ranks": {
         "pack_kernel", "unpack_kernel", "combine_kernel", "dispatch_kernel",
-        "combine_pushed_kernel", "sum_pushed_kernel",
+        "combine_pushed_kernel", "sum_pushed_kernel", "in_batches_kernel", "slots_kernel",
+        "copy_kernel", "sum_slots_kernel", "order_kernel", "put_back_kernel", "rows_up",
+        "rows_down",
     },
     "training": TRAINING,
     "adapters": EXPERTS | ADAPTERS | {"_grouped"},
@@ -60,7 +62,7 @@ KERNELS = {
 }  # fmt: skip
 QUANTIZE = {
     "quantize_tokens_kernel", "quantize_rows_kernel", "quantize_kernel", "quantize_blocks_kernel",
-    "static_factors_kernel",
+    "static_factors_kernel", "quantize_batches_kernel",
 }  # fmt: skip
 STREAMED = {"one_up", "one_down", "few_up", "few_down"}  # of codes, on Hopper
 CAPABILITIES = (90, 80, 89, 100)
@@ -93,6 +95,8 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     streamed = STREAMED if capability == 90 and quantized else set()
     if capability == 90 and part == "quantized_linears":
         streamed = {"quantized_linears_stream", "quantized_row_stream"}
+    if capability == 90 and part == "ranks":
+        streamed = {"few_up", "few_down", "quantize_batches_kernel"}
     over_latents = capability == 90 and part in ("one_of_each", "latents")
     hopper = {"latents_hopper_kernel"} if over_latents else set()
     if capability == 90 and (part == "one_of_each" or part.endswith("floats")):
@@ -113,4 +117,5 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     assert all(divides == ["rn"] for divides in quantizes)
     assert all(divides in (["rn"], []) for divides in emulates + beside)  # none by powers of two
     assert bool(emulates) == (part == "other_codes")
-    assert bool(quantizes) == (part == "by_row" or (part == "codes" and capability >= 89))
+    of_blocks = part in ("codes", "ranks") and capability >= 89
+    assert bool(quantizes) == (part == "by_row" or of_blocks)
