@@ -31,6 +31,13 @@ from moe_ops.ops.experts_batched import (
 from moe_ops.registry.gradients import needs_grad
 
 NAME = "triton"
+# How many rows kernels of inputs of 8 bits are picked for, where one is expected. The limits of
+# `experts` are for pairs, of which those of other ranks take no time, and half of them are for two
+# ranks. On two H200 (`benchmarks/results/ep_batched_h200.json`) DeepSeek-V3's share with 8
+# rows an expert took 418 µs by rows/stream, and by push, which picks rows, 365; Qwen3-30B with 16
+# took 148 by rows and 134 by grouped/blocks. Floats take their limits as they are.
+PICKED_FOR = 2
+OF_ROWS = ("x_TD", "ids_TK", "weights_TK", "x_scale_TG")
 READ = tuple(n for n in (*reads.SCALED_EXPERTS, *reads.CODES) if n not in LEFT_OUT)
 
 
@@ -90,31 +97,44 @@ def run(call: ExpertsBatchedCall) -> Tensor:
 
 def _launch(*given: Any) -> Tensor:
     """Launch with the tensors of `run`, and its other arguments behind them."""
-    named: dict[str, Any] = dict(zip(TENSORS, given, strict=False))
-    counts_E, transposed, act, formats, expected = given[len(TENSORS) :]
     from moe_ops.kernels.triton.experts.schedule.batches import Batches
 
+    named: dict[str, Any] = dict(zip(TENSORS, given, strict=False))
+    counts_E, transposed, act, formats, expected = given[len(TENSORS) :]
     x_TD, E = named["x_TD"], named["w13_EFD"].shape[0]
-    T = x_TD.shape[0]
-    ids_TK = x_TD.new_empty((T, 1), dtype=torch.int32)
-    weights_TK = x_TD.new_empty((T, 1), dtype=torch.float32)
-    tokens = E * min(T // E, expected or T)
-    some = {"x_TD": x_TD[:tokens], "ids_TK": ids_TK[:tokens], "weights_TK": weights_TK[:tokens]}
-    if named["x_scale_TG"] is not None:
-        some["x_scale_TG"] = named["x_scale_TG"][:tokens]
-    call = call_of(named | some, transposed, act, formats)
-    kernel = kernel_of(call)
-    taken = paths.pick(kernel, call)
-    paths.tell(kernel, str(taken))
+    named["ids_TK"] = x_TD.new_empty((x_TD.shape[0], 1), dtype=torch.int32)
+    named["weights_TK"] = x_TD.new_empty((x_TD.shape[0], 1), dtype=torch.float32)
+    slots = x_TD.shape[0] // E
+    rows = min(slots, expected or slots)
+
+    def call_of_rows(rows: int) -> ExpertsCall:
+        some = {n: None if named[n] is None else named[n][: E * rows] for n in OF_ROWS}
+        return call_of(named | some, transposed, act, formats)
+
+    call = call_of_rows(rows)
+    taken = _pick(call_of_rows(min(slots, PICKED_FOR * rows)) if _multiplies_8_bits(call) else call)
     path, layer = taken.path, layer_of(named, transposed, act, formats)
     tiles = None
     if path.tiles:
         tiles = path.function(path.tiles)(call.x_TD, call.ids_TK, layer, None)
     out_TD: Tensor = path.function(path.run)(
-        x_TD, weights_TK, ids_TK, layer, None, None, tiles, None, **path.options(call),
-        batches=Batches(counts_E=counts_E, slots=T // E, expected=tokens // E),
+        x_TD, named["weights_TK"], named["ids_TK"], layer, None, None, tiles, None,
+        **path.options(call), batches=Batches(counts_E=counts_E, slots=slots, expected=rows),
     )  # fmt: skip
     return out_TD
+
+
+def _pick(call: ExpertsCall) -> paths.Taken:
+    """The path of a call of so many rows, which is told."""
+    kernel = kernel_of(call)
+    taken = paths.pick(kernel, call)
+    paths.tell(kernel, str(taken))
+    return taken
+
+
+def _multiplies_8_bits(call: ExpertsCall) -> bool:
+    """Whether inputs are multiplied as codes of 8 bits."""
+    return bool(call.x_format) and inputs_of(call) is None
 
 
 experts_batched.emulates(NAME, lambda call: inputs_of(of_one(call)) is not None)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import experts_batched, quantize
-from moe_ops.backends import triton_batched
+from moe_ops.backends import triton_batched, triton_hopper
 from moe_ops.ops.experts_batched import ExpertsBatchedCall
 from moe_ops.testing import BF16, DEVICE, F16, TOL, Case, assert_close
 
@@ -38,12 +38,13 @@ by_format = pytest.mark.parametrize(("w_format", "x_format"), FORMATS.values(), 
 
 
 def batches_of(
-    w_format: str, x_format: str, M: int = M, counts: tuple[int, ...] = COUNTS, **more: Any
-) -> ExpertsBatchedCall:
+    w_format: str, x_format: str, M: int = M, counts: tuple[int, ...] = COUNTS, case: Case = SMALL,
+    **more: Any,
+) -> ExpertsBatchedCall:  # fmt: skip
     """Rows with NaN past the counts."""
-    layer = call_of(SMALL, w_format, x_format, DTYPE, **more) if w_format else plain(**more)
+    layer = call_of(case, w_format, x_format, DTYPE, **more) if w_format else plain(case, **more)
     counts_E = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    x_EMD = torch.randn(SMALL.E, M, SMALL.D, device=DEVICE).to(DTYPE)
+    x_EMD = torch.randn(case.E, M, case.D, device=DEVICE).to(DTYPE)
     x_EMD[torch.arange(M, device=DEVICE) >= counts_E[:, None]] = float("nan")
     by_name = {n: getattr(layer, n) for n in experts_batched.arguments.paths if hasattr(layer, n)}
     call: ExpertsBatchedCall = experts_batched.call(x_EMD=x_EMD, counts_E=counts_E, **by_name)
@@ -51,11 +52,11 @@ def batches_of(
     return call
 
 
-def plain(**more: Any) -> Any:
+def plain(case: Case, **more: Any) -> Any:
     from moe_ops import experts
     from moe_ops.testing import make_layer
 
-    layer = make_layer(SMALL, DTYPE, DEVICE)
+    layer = make_layer(case, DTYPE, DEVICE)
     weights = (layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
     biases = {"b13_EF": layer.b13_EF, "b2_ED": layer.b2_ED} if more.pop("biases", False) else {}
     return experts.call(layer.x_TD, *weights, **biases, **more)
@@ -116,11 +117,12 @@ def test_more_rows_than_are_expected(w_format: str, x_format: str) -> None:
 def test_rows_stay_in_their_slots() -> None:
     """Of floats and of blocks nothing is sorted and put back."""
     for name, stays in (("floats", True), ("blocks", True), ("rows", False), ("emulated", False)):
-        launched = launches_of(batches_of(*FORMATS[name]))
+        launched = launches_of(batches_of(*FORMATS[name]), "rows")
         assert ({"order_kernel", "put_back_kernel"} & launched == set()) == stays, name
 
 
-def launches_of(call: ExpertsBatchedCall) -> set[str]:
+def launches_of(call: ExpertsBatchedCall, kernel: str = "") -> set[str]:
+    """What would be launched, by a kernel or by the one that is picked."""
     names = set()
 
     class Names:
@@ -128,7 +130,7 @@ def launches_of(call: ExpertsBatchedCall) -> set[str]:
             names.add(kernel.fn.__name__)
 
     with launches_go_to(Names()):
-        run("rows", call)
+        run(kernel, call) if kernel else triton_batched.run(call)
     return names
 
 
@@ -144,6 +146,26 @@ def test_the_kernel_goes_by_rows_of_an_expert() -> None:
             call = replace(call, batches=replace(call.batches, expected=expected))
             asked.append(triton_batched.kernel_of(triton_batched._as_expected(call)))
     assert asked == ["grouped", "rows", "grouped"]
+
+
+PICKED = {
+    "floats": {4: "rows_up", 8: "rows_up", 16: "rows_up", 48: "_grouped"},
+    "blocks": {4: "few_up", 8: "rows_up", 16: "_grouped_float8", 48: "_grouped_float8"},
+    "rows": {4: "few_up", 8: "rows_up", 16: "_grouped", 48: "_grouped"},
+}
+
+
+@pytest.mark.parametrize(("formats", "by_rows"), PICKED.items(), ids=PICKED)
+def test_the_kernel_on_hopper(
+    formats: str, by_rows: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of inputs of 8 bits kernels are picked for twice the rows."""
+    monkeypatch.setattr(triton_hopper, "refuse_hopper", lambda _: None)
+    case = Case(name="hopper", T=3, E=2, K=1, D=512, I=512)
+    for expected, kernel in by_rows.items():
+        call = batches_of(*FORMATS[formats], M=128, counts=(3, 90), case=case)
+        call = replace(call, batches=replace(call.batches, expected=expected))
+        assert kernel in launches_of(call), expected
 
 
 REFUSED = {
