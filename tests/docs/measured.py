@@ -66,7 +66,7 @@ CHANGES = (
     Change(
         "the Triton kernels of experts", "2026-11-28 10:08", "c766305",
         ("layer_h?00_*", "counters_*", "*_tiles_*", "rows_or_grouped_*", "ep_layers_*",
-         "ep_codes_*", "ep_shared_*", "generate_*", "forward_*"),
+         "ep_codes_*", "ep_shared_*", "ep_batched_*", "generate_*", "forward_*"),
         (f"{TRITON}experts", f"{TRITON}launch.py", f"{TRITON}recorded.py", f"{TRITON}replay.py"),
     ),
     Change("how steps are compiled", "2026-11-28 00:12", "ee5dabb", ("generate_*",), STEPS),
