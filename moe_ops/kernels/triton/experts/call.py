@@ -28,6 +28,7 @@ class Reads:
     gathered  x has a row for each pair, in the order of experts; else one for each token
     arranged  codes of these bits meet columns in the order of `order.py`
     in_words  inputs of 8 bits come in words of 32 bits
+    float8    inputs of float8 that other paths emulate are codes, in the order of `order.py`
     stores    the codes that the first product stores: by "static" scales, or by those of a "group"
     weighs    h, or its scales, are multiplied by weights of routing; else the last sum does that
     """
@@ -35,6 +36,7 @@ class Reads:
     gathered: bool = False
     arranged: tuple[int, ...] = ()
     in_words: bool = False
+    float8: bool = False
     stores: str = ""
     weighs: bool = False
 
@@ -72,6 +74,7 @@ class Call:
     inverse_R: Tensor | None = None  # and the row of each pair
     table: Tensor | None = None  # of experts in use, which `tiny_up` writes
     tile_map: TileMap = field(init=False)  # of sorted rows, for products with a table of tiles
+    references: tuple[Tensor | None, Tensor | None] = None, None  # of weights, see `references.py`
     added13: Added = NOTHING  # what the products add for adapters
     added2: Added = NOTHING
     x: Operand = field(init=False)

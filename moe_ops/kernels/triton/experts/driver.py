@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +32,7 @@ from moe_ops.kernels.triton.experts.adapters import (
     added_rows,
 )
 from moe_ops.kernels.triton.experts.call import Call, Reads
-from moe_ops.kernels.triton.experts.formats.codes import Codes, floats_of
+from moe_ops.kernels.triton.experts.formats.codes import Codes, floats_of, with_float8
 from moe_ops.kernels.triton.experts.operands import operand
 from moe_ops.kernels.triton.experts.operands.beside_sort import made_beside, sort_beside_tokens
 from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
@@ -76,6 +76,8 @@ def run(
     With batches tokens are their slots, which have one expert each: ids and weights are room for
     theirs, and slots that are not used change nothing and are not written.
     """
+    if products.reads.float8 and layer.codes is not None:
+        layer = replace(layer, codes=with_float8(layer.codes))
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     # Where h is rounded to codes, they are those of h, not of h times its weight.
     early = products.reads.weighs and (codes is None or codes.inputs is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -61,6 +61,15 @@ class Codes:
     @property
     def one_a_step(self) -> bool:
         return one_a_step(self.weight)
+
+
+def with_float8(codes: Codes) -> Codes:
+    """Codes whose inputs of float8, of a scale a row or tensor, are multiplied as such, in place of
+    being emulated."""
+    inputs = codes.inputs
+    assert inputs is not None and inputs.scale in ("row", "tensor"), inputs
+    weight = replace(codes.weight, inputs_8=True)
+    return replace(codes, weight=weight, inputs=None, scaled=inputs.scale)
 
 
 def floats_of(x_TD: Tensor, codes: Codes | None) -> torch.dtype:

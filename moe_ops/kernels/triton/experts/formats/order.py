@@ -35,6 +35,16 @@ def place_of(column, BITS: tl.constexpr):
 
 
 @triton.jit
+def in_float8_order(codes):
+    """Codes of tokens [M, N] in the order in which weights of four bits meet them that are decoded
+    to float8: of each 32 columns the even ones, then the odd ones."""
+    M: tl.constexpr = codes.shape[0]
+    N: tl.constexpr = codes.shape[1]
+    pairs = tl.reshape(codes, (M, N // 32, 16, 2))
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (M, N))
+
+
+@triton.jit
 def column_at(place, BITS: tl.constexpr):
     """The column of tokens that is stored in a place, once arranged: for codes of four bits in the
     order in which words are decoded. For six a thread has 32 columns side by side, of which those

@@ -3,7 +3,8 @@
     weights of floats        nothing
     codes, inputs of floats  the order of columns in which a path decodes codes, if it has one
     inputs of 8 bits         codes, and scales of groups of columns or of rows (`row_scales.py`)
-    inputs of other formats  emulated: rounded to their values, as `fake_quantized.py` says
+    inputs of other formats  emulated: rounded to their values, as `fake_quantized.py` says; but of
+                             float8 some paths multiply codes
 
 Tokens may come as codes already. Of h some first products store codes at once, and some products
 make codes of one token as they load it.
@@ -48,7 +49,8 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     if c.rounds_x:
         return Operand(x_TD, None, choices)
     if codes.by_row:
-        x_TD, scale = row_scales.quantize_x(x_TD, codes, c.ids_TK, c.expert_map, inverse_R)
+        routed = c.ids_TK, c.expert_map, inverse_R
+        x_TD, scale = row_scales.quantize_x(x_TD, codes, *routed, arranged=c.reads.float8)
         choices = 1 if row_scales.by_expert(codes.x_scale) else choices
     elif codes.quantizes and given_TG is not None:
         scale = given_TG

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.formats.order import in_float8_order
 from moe_ops.kernels.triton.experts.formats.scales import scale_of
 from moe_ops.kernels.triton.experts.schedule.sort import row_of
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
@@ -23,10 +24,11 @@ TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes
 def copy_to_rows_kernel(
     codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_scale, T, M,
     K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
-    BG: tl.constexpr, PDL: tl.constexpr,
+    BG: tl.constexpr, ARRANGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BW words of the codes of BT tokens, written to each of their rows; the first one
-    of these tokens copies their scales."""
+    """One program: BW words of the codes of BT tokens, or bytes if they become ARRANGED as
+    `in_float8_order` says, written to each of their rows; the first one of these tokens copies
+    their scales."""
     take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     w = (tl.program_id(1) * BW + tl.arange(0, BW))[None, :]
@@ -38,6 +40,8 @@ def copy_to_rows_kernel(
     words = tl.load(codes_ptr + t_T1 * W + w, mask=here & (w < W), other=0)
     mine = here & (g < tl.where(tl.program_id(1) == 0, G, 0))
     scales = tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0.0)
+    if ARRANGED:
+        words = in_float8_order(words)
     for k in range(K):
         row = row_of(inverse_ptr, t * K + k, t < T, M).to(tl.int64)[:, None]
         tl.store(out_ptr + row * W + w, words, mask=(row >= 0) & (w < W))
@@ -45,23 +49,26 @@ def copy_to_rows_kernel(
 
 
 def in_rows(
-    x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int, slots: int | None = None
-) -> tuple[Tensor, Tensor]:
+    x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int, slots: int | None = None,
+    arranged: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes [R, D] of the token in each row (`sort_pairs`), and float32 scales [groups, R or more],
     as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words. inverse_R
-    and slots as `row_of` takes them; codes in slots are where they should be."""
+    and slots as `row_of` takes them; codes in slots are where they should be, unless they are to be
+    `arranged`, as `in_float8_order` says, of whole 32 columns."""
     (T, D), R, G = x_TD.shape, x_TD.shape[0] * top_k, scale_TG.shape[1]
-    stays = slots is not None and is_aligned(x_TD)
+    stays = slots is not None and not arranged and is_aligned(x_TD)
     codes_RD = x_TD if stays else x_TD.new_empty(R, D)
     scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
-    W = 0 if stays else D // 4
-    BW = min(WORDS, triton.next_power_of_2(max(1, W)))
+    unit, each = (torch.uint8, 1) if arranged else (torch.int32, 4)
+    W = 0 if stays else D // each
+    BW = min(4 * WORDS // each, triton.next_power_of_2(max(1, W)))
     launch(
         copy_to_rows_kernel, (triton.cdiv(T, TOKENS), max(1, triton.cdiv(W, BW))),
-        x_TD.view(torch.int32), scale_TG, inverse_R, codes_RD.view(torch.int32), scale_GR,
-        scale_GR.stride(0), T, slots,
-        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), num_warps=4,
-        **pdl_options(x_TD),
+        x_TD.view(unit), scale_TG, inverse_R, codes_RD.view(unit), scale_GR, scale_GR.stride(0), T,
+        slots,
+        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), ARRANGED=arranged,
+        num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
     return codes_RD, scale_GR
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from moe_ops.kernels.triton import quantize
 from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.formats.order import in_float8_order
 from moe_ops.kernels.triton.experts.operands.prequantized import in_rows
 from moe_ops.kernels.triton.experts.schedule.sort import local_ids
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
@@ -58,11 +59,12 @@ def quantize_rows_kernel(
     x_ptr, static_ptr, parts_ptr, ids_ptr, expert_map_ptr, inverse_ptr, ends_ptr, weights_ptr,
     rows_ptr, codes_ptr, scale_ptr, stride_x, T, N_MAP,
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    INT8: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    INT8: tl.constexpr, PARTS: tl.constexpr, ARRANGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BT rows of x. A row is written where it was, or to each of the K rows of its
-    token; with ids by the given scale of each expert. Scales are multiplied by weights of routing
-    if there are any, and rows that no expert has are left out if ends are given."""
+    token, arranged as `in_float8_order` says if that is wanted; with ids by the given scale of each
+    expert. Scales are multiplied by weights of routing if there are any, and rows that no expert
+    has are left out if ends are given."""
     take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     here = t < T
@@ -97,6 +99,8 @@ def quantize_rows_kernel(
             bits = tl.max(quantize.magnitude(x), 1)
             scale = quantize.scale_of_largest(bits, quantize.most_of(INT8))
         codes = quantize.codes_of(x, scale, INT8)
+        if ARRANGED:
+            codes = in_float8_order(codes)
         if weights_ptr is not None:
             at = t
             if rows_ptr is not None:
@@ -158,6 +162,7 @@ def _quantize(
     x_TD: Tensor, codes: Codes, static: Tensor | None, parts: Tensor | None, rows: int,
     routed: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
     ends_E: Tensor | None = None, weights: tuple[Tensor | None, Tensor | None] = (None, None),
+    arranged: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes and scales of `rows` rows. routed: ids, map and, if rows are sorted, their order."""
     T, D = x_TD.shape
@@ -174,28 +179,29 @@ def _quantize(
         0 if expert_map is None else expert_map.shape[0],
         E=E, K=1 if ids_TK is None else ids_TK.shape[1], D=D, BT=BT, BD=BD,
         INT8=codes.dtype == torch.int8, PARTS=1 if parts is None else parts.numel(),
-        num_warps=quantize.warps_of(BT * BD), **pdl_options(x_TD),
+        ARRANGED=arranged, num_warps=quantize.warps_of(BT * BD), **pdl_options(x_TD),
     )  # fmt: skip
     return out, scale_R
 
 
 def quantize_x(
     x_TD: Tensor, codes: Codes, ids_TK: Tensor, expert_map: Tensor | None,
-    inverse_R: Tensor | None = None,
+    inverse_R: Tensor | None = None, arranged: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of tokens, which may come as such, and their scales: of each token, or by scales of
     experts of each of its pairs; or in the rows of its pairs (`sort_pairs`), of which those of no
-    expert stay unwritten.
+    expert stay unwritten. `arranged`: as `in_float8_order` says, by one scale for all experts.
     """
     T, K = ids_TK.shape
     if codes.x_scale_TG is not None:
         if inverse_R is None:
             return x_TD, codes.x_scale_TG.view(T)
-        x_RD, scale_GR = in_rows(x_TD, codes.x_scale_TG, inverse_R, K)
+        x_RD, scale_GR = in_rows(x_TD, codes.x_scale_TG, inverse_R, K, arranged=arranged)
         return x_RD, scale_GR.view(-1)
     rows = T if inverse_R is None and not by_expert(codes.x_scale) else T * K
     parts = quantize.largest(x_TD) if codes.x_scale is None and codes.scaled == "tensor" else None
-    return _quantize(x_TD, codes, codes.x_scale, parts, rows, (ids_TK, expert_map, inverse_R))
+    routed = ids_TK, expert_map, inverse_R
+    return _quantize(x_TD, codes, codes.x_scale, parts, rows, routed, arranged=arranged)
 
 
 def quantize_h(

@@ -224,7 +224,7 @@ def _static_scale(scales, expert, S: gl.constexpr):
 
 
 @gluon.jit
-def _quotient(x, scale):
+def quotient(x, scale):
     """x / scale, rounded as a division is: a product with the inverse is off by a bit, which the
     remainder tells. Both are multiplied by a power of two first, so that every scale has an
     inverse; of a scale of 0 that is 0. The sign of a zero is lost."""
@@ -246,7 +246,7 @@ def _rounded(chunk, output, scale, S: gl.constexpr):
         chunk = chunk.to(TO)
     else:
         FROM: gl.constexpr = S.dtype
-        x = _quotient(hopper.as_held(chunk, FROM), scale)
+        x = quotient(hopper.as_held(chunk, FROM), scale)
         if TO == gl.int8:
             near = gl.minimum(gl.maximum(gl.where(x == x, x, 0.0), -127.0), 127.0)
             chunk = (near + TO_INTEGER).to(gl.int32, bitcast=True).to(gl.int8)

@@ -178,10 +178,11 @@ def specialize(
     dealt, stages, source, output, buffers, sizes, scales, AT: gl.constexpr, COPY: gl.constexpr,
     NOTE: gl.constexpr, PRODUCT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
     TURNS: gl.constexpr, STAGES: gl.constexpr, WARPS: gl.constexpr, AHEAD: gl.constexpr,
-    HOW: gl.constexpr, BLOCKS: gl.constexpr = 1,
+    HOW: gl.constexpr, BLOCKS: gl.constexpr = 1, LEAN: gl.constexpr = False,
 ):  # fmt: skip
     """Run a block's tiles, from what `first_tile` dealt on, by a producer of so many warps and two
-    consumers, each with its buffers."""
+    consumers, each with its buffers. LEAN: whether few registers do for a producer of one warp that
+    shares the processor with no other block."""
     queue, relay, tile = dealt
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
@@ -207,7 +208,7 @@ def specialize(
         ],
         [4, WARPS],
         # Of the second consumer and of the producer; what is left goes to the first consumer.
-        [224, 64] if WARPS == 4 else [232, 40] if BLOCKS == 1 else [104, 32],
+        [224, 64] if WARPS == 4 else [104, 32] if BLOCKS == 2 else [240, 24] if LEAN else [232, 40],
     )  # fmt: skip
 
 
