@@ -7,7 +7,8 @@ triton.grouped  many rows an expert: the rate of the matrix units decides; and a
                 Quantised weights are decoded first, but on Hopper of most formats and widths
 
 Each takes the first of its paths (`triton_paths.py`) that does not refuse a call.
-Inputs of formats that no GPU here multiplies are emulated, by triton.rows and triton.grouped.
+Inputs of formats that no GPU here multiplies are emulated, by triton.rows and triton.grouped; of
+float8 with weights of four bits triton.grouped multiplies codes on Hopper, where that is faster.
 """
 
 from __future__ import annotations
@@ -218,8 +219,13 @@ def _run_onto(kernel: str, call: ExpertsOntoCall, before: Before = None) -> Tens
     return run_experts(kernel, call.layer, call.residual_TD, before=before)
 
 
-def _emulates(call: ExpertsCall) -> bool:
-    return inputs_of(call) is not None
+def _emulates(kernel: str, call: ExpertsCall) -> bool:
+    """Whether a backend emulates the inputs of a call; triton.grouped has a path for codes of some
+    of them."""
+    if inputs_of(call) is None or kernel != "grouped":
+        return inputs_of(call) is not None
+    codes = paths.BY_FORCED["triton.grouped/float8"]
+    return (codes.refuses(call) or codes.is_slower(call)) is not None
 
 
 def _register(
@@ -237,7 +243,8 @@ def _register(
         return run_experts(kernel, call)
 
     experts.backend(f"triton.{kernel}", **of_tokens)(run)
-    experts.emulates(f"triton.{kernel}", _emulates)
+    emulates = functools.partial(_emulates, kernel)
+    experts.emulates(f"triton.{kernel}", emulates)
     experts.remembers(f"triton.{kernel}")
     experts.rounds(f"triton.{kernel}", whole_rows)
 
@@ -252,7 +259,7 @@ def _register(
     rows = Rows(preferred=_of_layer(rows.preferred), possible=_of_layer(rows.possible))
     onto = {**given, "reads": read, "supports": supports_onto, "rows": rows}
     experts_onto.backend(f"triton.{kernel}", **onto)(run_onto)
-    experts_onto.emulates(f"triton.{kernel}", lambda call: _emulates(call.layer))
+    experts_onto.emulates(f"triton.{kernel}", _of_layer(emulates))
     _register_paths(kernel)
 
 

@@ -19,8 +19,11 @@ LEAST_GROUP = 16
 MOST_TOGETHER = 16, 8  # codes that share bytes, and the bytes, for a decoder
 INPUTS = "float8_e4m3fn:1x128"
 INPUT_COLUMNS = 128
+WHOLE_SCALES = ("row", "tensor")
 # Inputs whose scales leave the sum, as those of their weights do, which have the same elements.
-BY_ROW = tuple(f"{e}:{group}" for e in ("float8_e4m3fn", "int8") for group in ("row", "tensor"))
+BY_ROW = tuple(f"{e}:{group}" for e in ("float8_e4m3fn", "int8") for group in WHOLE_SCALES)
+# Inputs that are multiplied with weights of four bits as codes, where others emulate them.
+FLOAT8_INPUTS = tuple(f"{FLOAT8}:{group}" for group in WHOLE_SCALES)
 MOST_COLUMNS_OF_INT8 = (2**31 - 1) // (127 * 128)  # whose products an int32 has room for
 CHUNK = 64  # columns of a result that share the scales of a weight, for many rows an expert
 
@@ -47,6 +50,19 @@ def weight_of(w_format: str, x_format: str) -> Weight:
     from moe_ops.kernels.triton.experts.formats.registered import decoder_at
 
     return RegisteredWeight(*plain, storage.values, storage.units, decoder_at(of.triton_decoder))
+
+
+@keep_by_format
+def refusal_of_float8(w_format: str, x_format: str) -> str | None:
+    """Why weights of four bits are not multiplied with inputs of float8 as such, for many rows an
+    expert on Hopper (`grouped_float8_tokens.py`), or None. Other kernels emulate these inputs."""
+    format, inputs = Format.of(w_format), inputs_of(w_format, x_format)
+    if inputs is None or Format.of(x_format).name not in FLOAT8_INPUTS:
+        return f"multiplies inputs of {', '.join(FLOAT8_INPUTS)}, got {x_format or 'floats'}"
+    integers = format.integer is not None and format.group[1] in (ALL, INPUT_COLUMNS)
+    if format.name == "mxfp4" or (integers and format.element in FOUR_BITS):
+        return None
+    return f"decodes mxfp4, and integers of 4 bits by row or 1x128, to float8, got {w_format}"
 
 
 def refusal(w_format: str, x_format: str, widths: tuple[int, ...]) -> str | None:

@@ -131,6 +131,22 @@ def refuse_registers(call: ExpertsCall) -> str | None:
     return refuse_hopper(call.x_TD) or _refuse_misaligned(call.w13_EFD, call.w2_EDI)
 
 
+def refuse_float8(call: ExpertsCall) -> str | None:
+    """Why weights of four bits are not decoded to float8 in registers, where they are multiplied
+    with inputs of float8, or None."""
+    if not call.w_format:
+        return "multiplies quantised weights with inputs of float8, got floats"
+    refusal = triton_formats.refusal_of_float8(call.w_format, call.x_format)
+    if refusal is None and call.x_scale is not None and call.x_scale.numel() > 1:
+        refusal = "quantises inputs by one static scale for all experts, got one for each"
+    least = 4 * STEP  # a tile has three steps of columns or more
+    if refusal is None and any(width % 32 or width <= least for width in call.widths):
+        refusal = f"needs widths above {least} that 32 divides, got {_both(call)}"
+    if refusal is not None:
+        return refusal
+    return refuse_hopper(call.x_TD) or _refuse_misaligned(call.w13_EFD, call.w2_EDI)
+
+
 def refuse_wgmma(call: ExpertsCall) -> str | None:
     """Why the two products of floats are not both run by the kernel for Hopper, or None."""
     up, down = refused_products(call)

@@ -37,6 +37,9 @@ MOST_ROWS_OF_LARGE_AS_STORED = {4: 6, 6: 24, 8: 5}
 # With HUGE elements of W2 4 rows of mixtral_8x7b took 262 µs by triton.rows and 251 by tiles in
 # int4, 299 and 261 in mxfp4, 386 and 373 in float8; 2 rows 229 and 250 in mxfp4.
 HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
+# Of large experts from so many rows an expert on average on codes of four bits are multiplied with
+# those of float8 as such, where fewer are multiplied as 16 bits.
+LEAST_ROWS_OF_FLOAT8 = 10
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
@@ -57,6 +60,15 @@ def most_rows_tokens(call: ExpertsCall, *, adapted: bool = False) -> int | None:
     else:
         most = MOST_ROWS_PER_LARGE_EXPERT if _is_large(call) else MOST_ROWS_PER_EXPERT
     return None if most is None else most * experts // call.ids_TK.shape[1]
+
+
+def least_of_float8(call: ExpertsCall) -> float:
+    """The fewest tokens for which weights of four bits are multiplied with inputs of float8 as
+    codes: infinity where experts are small, of which no time was better."""
+    if not _is_large(call):
+        return math.inf
+    experts = call.w2_EDI.shape[0] if call.expert_map is None else call.expert_map.shape[0]
+    return -(-LEAST_ROWS_OF_FLOAT8 * experts // call.ids_TK.shape[1])
 
 
 def _is_large(call: ExpertsCall) -> bool:

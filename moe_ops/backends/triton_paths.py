@@ -1,4 +1,4 @@
-"""The nine ways in which the Triton backends run a layer of experts, one row each.
+"""The ten ways in which the Triton backends run a layer of experts, one row each.
 
 A backend takes the first of its paths that does not refuse a call. `using` and the tables of `tune`
 name a path behind its backend, such as "triton.grouped/wgmma"; `tiny` and `rows`, which are named
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +21,20 @@ from moe_ops.backends.triton_device import refuse_all_but_hopper, refuse_gpu, un
 from moe_ops.backends.triton_hopper import (
     refuse_blocks,
     refuse_decoded,
+    refuse_float8,
     refuse_registers,
     refuse_row_scales,
     refuse_stream,
     refuse_wgmma,
     refused_products,
 )
+from moe_ops.backends.triton_limits import least_of_float8
 from moe_ops.backends.triton_support import weight_of
 from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
 
 log = logging.getLogger("moe_ops")
-WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/registers")
+WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/float8", "grouped/registers")
 NO_ADAPTERS = "adds no adapters"
 PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
 
@@ -88,6 +91,13 @@ class Path:
             return f"takes at most {most} rows"
         return refusal
 
+    def is_slower(self, call: ExpertsCall) -> str | None:
+        """Why others are asked for a call of so many tokens that it runs, or None."""
+        least = least_of(self, call)
+        if least == math.inf:
+            return "is no faster with small experts"
+        return None if call.x_TD.shape[0] >= least else f"is for {least} rows or more"
+
     def missing(self, device: torch.device) -> str | None:
         """Why it runs no call on a GPU, or None."""
         return unavailable() or self.device(device)
@@ -137,6 +147,10 @@ PATHS = (
     Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(
+        name="grouped/float8", run="grouped_float8_tokens:run", refusal=refuse_float8,
+        tiles=":of_float8",
+    ),
+    Path(
         name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers,
         tiles=":of_registers",
     ),
@@ -149,6 +163,11 @@ PATHS = (
     ),
 )  # fmt: skip
 BY_FORCED = {path.forced: path for path in PATHS}
+
+
+def least_of(path: Path, call: ExpertsCall) -> float:
+    """The fewest tokens for which a backend takes a path, though it runs fewer."""
+    return least_of_float8(call) if path.name == "grouped/float8" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +193,7 @@ def pick(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> Taken:
     the reason that is given. Raises NotImplementedError if all refuse."""
     refusals: dict[str, str] = {}
     for path in paths_of(kernel):
-        refusal = path.refuses(call, adapted=adapted)
+        refusal = path.refuses(call, adapted=adapted) or path.is_slower(call)
         if refusal is not None:
             refusals[path.name] = refusal
         takes = not adapted or path.adapts
@@ -195,6 +214,11 @@ def told(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> str:
         most = path.most(call)
         known = isinstance(rows, int) and most is not None
         refusal = path.refuses(call) if known or most is None else path.refusal(call)
+        if refusal is None and (isinstance(rows, int) or least_of(path, call) == math.inf):
+            refusal = path.is_slower(call)
+        if refusal is None and not isinstance(rows, int) and least_of(path, call) > 0:
+            ways.append(f"{path.name} from {least_of(path, call)} rows on")
+            continue
         partly = refusal is not None and path.runs_one_product(call)
         if refusal is not None:
             refusals[path.name] = refusal
@@ -211,9 +235,12 @@ def _with_reasons(ways: str, refusals: dict[str, str]) -> str:
 
 def of_tiles(kernel: str, tiles: Any) -> Path:
     """The path of a backend that takes these tiles."""
+    from moe_ops.kernels.triton.experts.products.float8_tile import Float8Tile
     from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
     from moe_ops.kernels.triton.experts.products.register_stream import Streams
 
+    if isinstance(tiles, Float8Tile):
+        return BY_FORCED["triton.grouped/float8"]
     if isinstance(tiles, CodesTile):
         return BY_FORCED["triton.grouped/registers"]
     stream, other = paths_of(kernel)

@@ -20,6 +20,7 @@ from moe_ops.kernels.triton import (
 )
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
+from moe_ops.kernels.triton.experts.products.float8_tile import Float8Tile
 from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.kernels.triton.experts.products.rows import RowsTiles, Tile
@@ -202,6 +203,32 @@ def of_registers(
         per_expert = math.inf
     tile = next(tile for most, tile in CODES_TILES if per_expert <= most)
     return codes_tile(tile, weight)
+
+
+# Rows an expert on average, by the tokens of a tile of codes that are decoded to float8, and the
+# blocks that share a processor.
+MOST_OF_FLOAT8_TILE = {(32, 2): 24, (128, 1): math.inf}
+FLOAT8_TILES = tuple(MOST_OF_FLOAT8_TILE)
+MOST_FLOAT8_STAGES = 20
+LEAST_FOLDED = 64  # tokens of a tile for which scales become part of codes
+
+
+def float8_tile(tokens: int, blocks: int) -> Float8Tile:
+    """A tile with as many stages as fit."""
+    memory = (BLOCK_MEMORY if blocks == 1 else OF_A_PAIR) - STORED
+    stage = 2 * STEP * (tokens + 64)
+    stages = stages_within(memory, stage, MOST_FLOAT8_STAGES)
+    return Float8Tile(tokens, stages, blocks, tokens >= LEAST_FOLDED)
+
+
+def of_float8(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> Float8Tile:
+    """The tile of a call by the table."""
+    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
+    per_expert = ids_TK.numel() / experts
+    tile = next(tile for tile, most in MOST_OF_FLOAT8_TILE.items() if per_expert <= most)
+    return float8_tile(*tile)
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
