@@ -49,7 +49,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch) -> Non
 PATHS = {
     "tiny": (8, 0), "tiny/stream": (9, 0), "rows": (8, 0), "rows/stream": (9, 0),
     "grouped/wgmma": (9, 0), "grouped/row_scales": (9, 0), "grouped/blocks": (9, 0),
-    "grouped/registers": (9, 0), "grouped/plain": (8, 0),
+    "grouped/float8": (9, 0), "grouped/registers": (9, 0), "grouped/plain": (8, 0),
 }  # fmt: skip
 
 

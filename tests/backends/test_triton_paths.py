@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops import experts, using
 from moe_ops.backends import triton_device, triton_hopper, triton_paths
 from moe_ops.backends.flashinfer import package
+from moe_ops.backends.triton_limits import most_rows_tokens
 from moe_ops.kernels.triton import replay
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.planning.choose import Node, Rules, choose
@@ -31,7 +32,7 @@ from tests.kernels.test_quantized_experts import definition
 
 NAMES = (
     "tiny", "tiny/stream", "rows", "rows/stream", "grouped/wgmma", "grouped/row_scales",
-    "grouped/blocks", "grouped/registers", "grouped/plain",
+    "grouped/blocks", "grouped/float8", "grouped/registers", "grouped/plain",
 )  # fmt: skip
 FLOATS, ROWS = ("", ""), ("int8:row", "int8:row")
 BLOCKS = ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128")
@@ -43,6 +44,7 @@ TAKEN: dict[str, tuple[tuple[str, str], int, tuple[int, int]]] = {
     "rows/stream": (("mxfp4", ""), 4, (256, 224)),
     "grouped/row_scales": (ROWS, 40, (512, 448)),
     "grouped/blocks": (BLOCKS, 40, (512, 448)),
+    "grouped/float8": (("mxfp4", "float8_e4m3fn:row"), 200, (4096, 2048)),
     "grouped/registers": (("mxfp4", ""), 40, (512, 448)),
     "grouped/wgmma": (FLOATS, 40, (512, 448)),
     "grouped/plain": (("mxfp4", ""), 40, (512, 448)),
@@ -98,7 +100,7 @@ def taken(name: str, **given: Any) -> ExpertsCall:
     return call_of(*TAKEN[name], **given)
 
 
-def test_the_table_names_all_nine() -> None:
+def test_the_table_names_all_ten() -> None:
     assert sorted(PATHS) == sorted(NAMES)
     assert {p.forced for p in PATHS.values()} == experts.paths.keys()
     for path in PATHS.values():
@@ -123,6 +125,7 @@ WRONG_WIDTHS = {
     "rows/stream": "needs widths that 32 divides, got 264 and 232",
     "grouped/row_scales": "needs widths above 384 that 16 divides, got 520 and 456",
     "grouped/blocks": "needs a width of experts that 64 divides, got 456",
+    "grouped/float8": "needs widths above 512 that 32 divides, got 4104 and 2056",
     "grouped/registers": "needs widths above 256 that 32 divides, got 520 and 456",
     "grouped/wgmma": "needs rows of inputs that begin at a multiple of 16 elements, got every 520 "
     "(first product), needs rows of inputs that begin at a multiple of 16 elements, got every 456 "
@@ -135,7 +138,7 @@ OF_CODES = "needs quantised weights that begin at a multiple of 16 bytes"
 @each_on_hopper
 def test_a_wrong_width_is_refused(hopper: None, name: str) -> None:
     formats, T, (D, I) = TAKEN[name]  # noqa: E741
-    formats = ("int4:row", "") if formats[0] == "mxfp4" else formats
+    formats = ("int4:row", formats[1]) if formats[0] == "mxfp4" else formats
     call = call_of(formats, T, (D + 8, I + 8))
     refusal = experts.paths[PATHS[name].forced].refusal("cuda", T, call)
     assert refusal == WRONG_WIDTHS[name]
@@ -145,7 +148,8 @@ def test_a_wrong_width_is_refused(hopper: None, name: str) -> None:
 def test_a_misaligned_address_is_refused(hopper: None, name: str) -> None:
     call = taken(name, off=8)
     refusal = experts.paths[PATHS[name].forced].refusal("cuda", call.x_TD.shape[0], call)
-    assert refusal == (OF_CODES if call.x_format else MISALIGNED)
+    eight_bits = name in ("grouped/row_scales", "grouped/blocks")
+    assert refusal == (OF_CODES if eight_bits else MISALIGNED)
 
 
 @each_on_hopper
@@ -174,6 +178,19 @@ def test_one_product_of_two(hopper: None) -> None:
     assert experts.paths["triton.grouped/wgmma"].refusal("cuda", 40, call) == why
 
 
+def test_codes_meet_tokens_of_float8_where_that_is_faster(hopper: None) -> None:
+    formats = "mxfp4", "float8_e4m3fn:row"
+    many, few = call_of(formats, 20, (4096, 2048)), call_of(formats, 19, (4096, 2048))
+    assert most_rows_tokens(many) < 19
+    assert triton_paths.pick("grouped", many).path.name == "grouped/float8"
+    small = call_of(formats, 400, (768, 576))
+    for call, why in ((few, "is for 20 rows or more"), (small, "is no faster with small experts")):
+        found = triton_paths.pick("grouped", call)
+        assert found.path.name == "grouped/registers"
+        assert found.refusals["grouped/float8"] == why
+        assert experts.paths["triton.grouped/float8"].refusal("cuda", 400, call) is None
+
+
 def test_no_path() -> None:
     call = call_of(ROWS, 40, (512, 448))
     with pytest.raises(NotImplementedError, match=r"no path of triton\.grouped runs") as e:
@@ -187,7 +204,9 @@ def test_the_first_line_says_which_and_the_rest_why_no_other(hopper: None) -> No
     assert told(call_of(("mxfp4", ""), 40, (256, 224))) == (
         "grouped/wgmma; grouped/row_scales multiplies codes of 8 bits with a scale a row or tensor"
         ", got mxfp4; grouped/blocks multiplies codes of float8 with a scale for 128 columns, got "
-        "mxfp4; grouped/registers needs widths above 256 that 32 divides, got 256 and 224"
+        "mxfp4; grouped/float8 multiplies inputs of float8_e4m3fn:row, float8_e4m3fn:tensor, "
+        "got floats; grouped/registers needs widths above 256 that 32 "
+        "divides, got 256 and 224"
     )
 
 
@@ -261,6 +280,7 @@ LAUNCHED = {
     "rows": ("rows_up", "rows_down"), "rows/stream": ("few_up", "few_down"),
     "grouped/row_scales": ("_grouped", "_grouped"), "grouped/wgmma": ("_grouped", "_grouped"),
     "grouped/blocks": ("_grouped_float8", "_grouped_float8"),
+    "grouped/float8": ("_grouped_float8_tokens", "_grouped_float8_tokens"),
     "grouped/registers": ("_grouped_codes", "_grouped_codes"),
     "grouped/plain": ("_grouped", "_grouped"),
 }  # fmt: skip

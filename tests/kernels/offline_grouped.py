@@ -3,13 +3,14 @@
     python offline_grouped.py KERNEL ACTIVATION...
 
 compiles those of floats (KERNEL _grouped), of float8 (_grouped_float8), of codes with inputs of 16
-bits (_grouped_codes) or of 8 bits with scales of rows (by_row), and of weights whose columns lie
-(by_columns): the first product with these activations, and with "silu" the second one, which has
-none; with "silu" alone those of floats whose results training keeps (kept); those with adapters
-(adapted); and whatever the activations are, gradients of weights (wgrad). It prints one JSON line
-for each variant: its activation, whether there are biases, of floats whether K has only whole
-steps, of others the format, registers, the bytes of shared memory and those that it spills,
-instructions of the matrix unit, and those that wait for it.
+bits (_grouped_codes) or of 8 bits with scales of rows (by_row), of codes of four bits with inputs
+of float8 (_grouped_float8_tokens), and of weights whose columns lie (by_columns): the first product
+with these activations, and with "silu" the second one, which has none; with "silu" alone those of
+floats whose results training keeps (kept); those with adapters (adapted); and whatever the
+activations are, gradients of weights (wgrad). It prints one JSON line for each variant: its
+activation, whether there are biases, of floats whether K has only whole steps, of others the
+format, registers, the bytes of shared memory and those that it spills, instructions of the matrix
+unit, and those that wait for it.
 """
 
 from __future__ import annotations
@@ -49,13 +50,10 @@ from moe_ops.testing import ACTIVATIONS
 from tests.kernels.cubins import usage, waits_of
 from tests.kernels.gated import grouped_gated
 from tests.kernels.offline import TYPES
+from tests.kernels.offline_float8_tokens import float8_tokens_products
+from tests.kernels.offline_sizes import FORMATS, PLAIN, TILES, D, E, I, K, empty
 
 Tell = Callable[[Any], dict[str, Any]]
-E, K, D, I = 8, 2, 512, 256  # noqa: E741
-# Among names of activations.
-PLAIN = "plain"
-FORMATS = "formats"
-TILES = "tiles"
 MANY_TOKENS = CODES_TILES[-1][1]
 
 
@@ -93,10 +91,6 @@ def compile_launch(
 def used(made: Any) -> dict[str, Any]:
     cubin = made.asm["cubin"]
     return {"shared": made.metadata.shared, **waits_of(cubin), **usage(cubin)}
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def float8_product(N: int, K: int, out_n: int, act: Act, bias: bool, kind: str, down: int) -> None:
@@ -315,8 +309,14 @@ KERNELS = {
     "adapted": adapted_products,
     "_grouped": products, "_grouped_float8": float8_products,
     "_grouped_codes": codes_products, "by_row": by_row_products,
+    "_grouped_float8_tokens": float8_tokens_products,
     "kept": kept_products, "by_columns": products_by_columns, "wgrad": weight_gradients,
 }  # fmt: skip
+
+
+KERNELS_COMPILED = (
+    "_grouped", "_grouped_float8", "_grouped_codes", "_grouped_float8_tokens", "wgrad_kernel"
+)  # fmt: skip
 
 
 def variants(kernel: str, names: list[str], tell: Tell = used) -> list[dict[str, Any]]:
@@ -324,7 +324,7 @@ def variants(kernel: str, names: list[str], tell: Tell = used) -> list[dict[str,
     found = []
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        if self.__name__ in ("_grouped", "_grouped_float8", "_grouped_codes", "wgrad_kernel"):
+        if self.__name__ in KERNELS_COMPILED:
             found.append(compile_launch(self, args, options, tell))
 
     with patch.object(JITFunction, "run", run):

@@ -31,7 +31,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from moe_ops.testing import ACTIVATIONS
 from tests.kernels import offline, offline_grouped
-from tests.kernels.offline_grouped import FORMATS, PLAIN
+from tests.kernels.offline_sizes import FORMATS, PLAIN
 
 Hashes = Iterator[tuple[str, str]]  # name of a variant, hash
 

@@ -165,3 +165,26 @@ def test_the_kernel_of_codes_waits_for_no_single_product(names, variants):
     assert max(v["shared"] for v in found) <= 232448
     # ptxas puts a wait behind each of them where it cannot tell that registers are not in use.
     assert [v for v in found if 4 * v["waits"] > v["products"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("names", "variants"),
+    [
+        (("plain",), 1),
+        *(
+            pytest.param(*p, marks=pytest.mark.every)
+            for p in ((USED, 6), (("formats",), 22), (OTHERS, 16))
+        ),
+    ],
+    ids=["plain", "used", "formats", "others"],
+)
+def test_the_kernel_of_tokens_of_float8_waits_for_no_single_product(names, variants):
+    found = compiled("_grouped_float8_tokens", names)
+    assert len(found) == variants
+    assert max(v["shared"] for v in found) <= 232448
+    # Places of lanes that are the same in all tiles, outside the loop over K.
+    assert max(v["spilled"] for v in found) <= (32 if FEW_SPILLS else 88)
+    # Where groups of columns have scales each product is waited for, but others are under way.
+    whole = [v for v in found if v["W"]["across"] != 32]
+    assert [v for v in whole if 4 * v["waits"] > v["products"]] == []

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton.experts.products import (
     grouped_blocks,
+    grouped_float8_tokens,
     grouped_registers,
     grouped_wgmma,
     hopper,
@@ -29,6 +30,9 @@ GIVEN = [
     (grouped_blocks._grouped_float8, grouped_blocks._product),
     (grouped_blocks._grouped_float8, hopper.both_halves),
     (grouped_blocks._grouped_float8, hopper.copy_rows),
+    (grouped_float8_tokens._grouped_float8_tokens, grouped_float8_tokens._product),
+    (grouped_float8_tokens._grouped_float8_tokens, grouped_float8_tokens._boxes_of_tile),
+    (grouped_float8_tokens._grouped_float8_tokens, grouped_float8_tokens._copy),
     (grouped_registers._grouped_codes, grouped_registers._product),
     (grouped_registers._grouped_codes, grouped_registers._boxes_of_tile),
     (grouped_registers._grouped_codes, grouped_registers._copy),
