@@ -13,25 +13,32 @@ from moe_ops.backends.triton import run_experts
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
+from moe_ops.testing import ACTIVATIONS, Case
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops.backends import triton_hopper
 from moe_ops.backends.triton_tiles import FLOAT8_TILES, float8_tile
 from tests.gpu.test_other_formats import MOST_ERROR, layer_of, wanted
-from tests.gpu.test_quantized_kernels import hopper, relative_error, uneven
+from tests.gpu.test_quantized_kernels import WIDTHS, hopper, relative_error, uneven
 
 pytestmark = [pytest.mark.gpu, hopper]
 
-ROW, TENSOR = "float8_e4m3fn:row", "float8_e4m3fn:tensor"
+ROW, TENSOR, INT4 = "float8_e4m3fn:row", "float8_e4m3fn:tensor", "int4:1x128:bfloat16"
 FORMATS = (
-    ("mxfp4", ROW), ("mxfp4", TENSOR), ("int4:1x128:bfloat16", ROW), ("int4:row", ROW),
+    ("mxfp4", ROW), ("mxfp4", TENSOR), (INT4, ROW), ("int4:row", ROW),
     ("uint4:1x128:float16", ROW),
 )  # fmt: skip
 BF16, F16 = torch.bfloat16, torch.float16
+# Columns that fill neither steps nor groups, rows of W that fill no tile, and scales no words.
+RAGGED = Case(name="ragged", T=1, E=5, K=3, D=1056, I=544)
+STATIC = {"x_scale": 0.011, "h_scale": 2e-3}
+CASES = {n: WIDTHS[n] for n in ("qwen3_30b", "gpt_oss_20b")} | {"ragged": RAGGED}
 each_formats = pytest.mark.parametrize("formats", FORMATS, ids="+".join)
 
 
 def of_tile(call: ExpertsCall, tokens: int, blocks: int) -> Tensor:
+    assert triton_hopper.refuse_float8(call) is None
     return run_experts("grouped/float8", call, tiles=float8_tile(tokens, blocks))
 
 
@@ -47,31 +54,40 @@ def same_by_all(call: ExpertsCall) -> list[Tensor]:
 
 
 @each_formats
-@pytest.mark.parametrize("name", ["qwen3_30b", "gpt_oss_20b", "odd"])
+@pytest.mark.parametrize("name", CASES)
 def test_every_tile(name: str, formats: tuple[str, str]) -> None:
     for T in (1, 6, 40, 150, 700):
-        call = layer_of(name, T, formats, BF16)
+        call = layer_of(CASES[name], T, formats, BF16)
         for got in same_by_all(call):
             assert relative_error(got, wanted(call)) <= MOST_ERROR["8"], T
 
 
-@pytest.mark.parametrize("name", ["qwen3_30b", "odd"])
-def test_static_scales(name: str) -> None:
+@pytest.mark.parametrize(
+    "given", [("x_scale",), ("h_scale",), ("x_scale", "h_scale")], ids="+".join
+)
+@pytest.mark.parametrize("name", ["qwen3_30b", "ragged"])
+def test_static_scales(name: str, given: tuple[str, ...]) -> None:
+    """By some of which h saturates."""
     for T in (40, 700):
-        call = layer_of(name, T, ("int4:1x128:bfloat16", TENSOR), BF16)
-        scales = {
-            n: torch.tensor([s], device="cuda") for n, s in (("x_scale", 0.011), ("h_scale", 2e-3))
-        }
-        call = replace(call, **scales)
-        want = run_experts("rows", call)
+        call = layer_of(CASES[name], T, (INT4, TENSOR), BF16)
+        call = replace(call, **{n: torch.tensor([STATIC[n]], device="cuda") for n in given})
+        want = wanted(call)
         for got in same_by_all(call):
-            assert relative_error(got, want.float()) <= MOST_ERROR["8"], T
+            assert relative_error(got, want) <= MOST_ERROR["8"], T
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "ungated_relu2"])
+def test_activations(name: str) -> None:
+    for T in (6, 200):
+        call = layer_of(RAGGED, T, (INT4, ROW), BF16, **ACTIVATIONS[name])
+        for got in same_by_all(call):
+            assert relative_error(got, wanted(call)) <= MOST_ERROR["8"], T
 
 
 @each_formats
 def test_rows_that_lie_unevenly(formats: tuple[str, str]) -> None:
     """Experts of no rows, of a few and of many tiles."""
-    call = uneven(layer_of("odd", 500, formats, F16))
+    call = uneven(layer_of(RAGGED, 500, formats, F16))
     for got in same_by_all(call):
         assert relative_error(got, wanted(call)) <= MOST_ERROR["8"]
         assert not bool(got[3].any())

@@ -16,7 +16,7 @@ from moe_ops.backends.triton_inputs import inputs_of
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
-from moe_ops.testing import ACTIVATIONS, TOL, assert_close, make_layer
+from moe_ops.testing import ACTIVATIONS, TOL, Case, assert_close, make_layer
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
@@ -42,9 +42,10 @@ each_name = pytest.mark.parametrize("name", WIDTHS)
 
 
 def layer_of(
-    name: str, T: int, formats: tuple[str, str], dtype: torch.dtype, **more: Any
+    name: str | Case, T: int, formats: tuple[str, str], dtype: torch.dtype, **more: Any
 ) -> ExpertsCall:
-    case = replace(WIDTHS[name], T=T)
+    """A call of T tokens of a case, or of that of WIDTHS with this name."""
+    case = replace(WIDTHS[name] if isinstance(name, str) else name, T=T)
     layer = make_layer(case, dtype, "cuda", gated=more.get("gated", True))
     weights = quantized(layer.w13_EFD, layer.w2_EDI, formats[0])
     given = (layer.x_TD, layer.weights_TK, layer.ids_TK, weights.pop("w13"), weights.pop("w2"))
@@ -59,7 +60,7 @@ def wanted(call: ExpertsCall) -> Tensor:
     """The layer in float32 of decoded weights, and of inputs that are quantised if they are."""
     c, format = call, Format.of(call.w_format)
     T, K, E = *c.ids_TK.shape, c.w13_EFD.shape[0]
-    x_TD = rounded(c.x_TD, c.x_format) if c.x_format else c.x_TD.float()
+    x_TD = rounded(c.x_TD, c.x_format, c.x_scale) if c.x_format else c.x_TD.float()
     assert c.b13_EF is not None and c.b2_ED is not None
     h_TKI, y_TKD = None, torch.zeros(T, K, c.x_TD.shape[1], device="cuda")
 
@@ -79,7 +80,8 @@ def wanted(call: ExpertsCall) -> Tensor:
         h_TKI[t, k] = h
     assert h_TKI is not None
     if c.x_format:
-        h_TKI = rounded(h_TKI.to(c.x_TD.dtype).flatten(0, 1), c.x_format).view(h_TKI.shape)
+        h_RI = h_TKI.to(c.x_TD.dtype).flatten(0, 1)
+        h_TKI = rounded(h_RI, c.x_format, c.h_scale).view(h_TKI.shape)
     for e, (t, k) in enumerate(pairs):
         y_TKD[t, k] = product(
             h_TKI[t, k], e, c.w2_EDI, c.w2_scale_EDG, beside2, c.b2_ED
@@ -116,6 +118,18 @@ def test_many_rows_an_expert(name: str, w_format: str, dtype: torch.dtype) -> No
         call = layer_of(name, T, (w_format, ""), dtype)
         check("triton.grouped", call)
     assert not bool(check("triton.grouped", uneven(call))[3].any())
+
+
+@pytest.mark.parametrize("kernel", ["triton.rows", "triton.grouped"])
+@pytest.mark.parametrize("w_format", ["mxfp4", "int4:1x128:bfloat16"])
+def test_static_scales_of_emulated_inputs(w_format: str, kernel: str) -> None:
+    """By the second of which h saturates."""
+    static = {
+        n: torch.tensor([s], device="cuda") for n, s in (("x_scale", 0.011), ("h_scale", 2e-3))
+    }
+    for T in (1, 40, 700):
+        call = layer_of("qwen3_30b", T, (w_format, "float8_e4m3fn:tensor"), torch.bfloat16)
+        check(kernel, replace(call, **static))
 
 
 @hopper
