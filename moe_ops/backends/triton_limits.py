@@ -38,8 +38,9 @@ MOST_ROWS_OF_LARGE_AS_STORED = {4: 6, 6: 24, 8: 5}
 # int4, 299 and 261 in mxfp4, 386 and 373 in float8; 2 rows 229 and 250 in mxfp4.
 HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
 # Of large experts from so many rows an expert on average on codes of four bits are multiplied with
-# those of float8 as such, where fewer are multiplied as 16 bits.
-LEAST_ROWS_OF_FLOAT8 = 10
+# those of float8 as such, where fewer are multiplied as 16 bits
+# (benchmarks/results/float8_tokens_h200.json).
+LEAST_ROWS_OF_FLOAT8 = 8
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
