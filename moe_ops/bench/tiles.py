@@ -91,6 +91,13 @@ def around_codes(weight: Weight, tile: Any) -> Iterator[Any]:
                 yield changed
 
 
+def others_of_float8(tile: Any) -> Iterator[Any]:
+    """The other tiles of codes that are decoded to float8."""
+    from moe_ops.backends.triton_tiles import FLOAT8_TILES, float8_tile
+
+    return (other for sizes in FLOAT8_TILES if (other := float8_tile(*sizes)) != tile)
+
+
 def climb(
     start: Tiles,
     neighbours: Callable[[Tiles], Iterator[Tiles]],
@@ -133,6 +140,8 @@ def measure(
     neighbours = functools.partial(around, kernel, product)
     if kernel == "grouped":
         neighbours = functools.partial(around_codes, weight_of(_record(*turns.inputs[0])))
+        if hasattr(start, "fold"):
+            neighbours = others_of_float8
     found = climb(start, neighbours, time, most)
     progress.done()
     return found

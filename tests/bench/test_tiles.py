@@ -10,7 +10,13 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.backends.triton_tiles import CODES_TILES, codes_tile, rows_of_codes
+from moe_ops.backends.triton_tiles import (
+    CODES_TILES,
+    FLOAT8_TILES,
+    codes_tile,
+    float8_tile,
+    rows_of_codes,
+)
 from moe_ops.bench import cells, formats, tiles, timing
 from moe_ops.bench.__main__ import parse
 from moe_ops.bench.rates import Rates
@@ -61,6 +67,12 @@ def test_one_size_of_a_tile_of_codes_changes_and_its_stages_fit() -> None:
     assert codes_tile(CodesTile(32, 0), weight) in changed
     assert {t.tokens for t in changed} == {16, 32, 64} and start not in changed
     assert all(t == codes_tile(t, weight) for t in changed)
+
+
+def test_every_tile_of_float8_is_tried() -> None:
+    start = float8_tile(*FLOAT8_TILES[0])
+    found = tiles.climb(start, tiles.others_of_float8, lambda t: tiles.Tried(tiles=t, us=1.0), 40)
+    assert sorted(str(t.tiles) for t in found) == sorted(str(float8_tile(*t)) for t in FLOAT8_TILES)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
