@@ -39,7 +39,7 @@ MOST_ROWS_OF_LARGE_AS_STORED = {4: 6, 6: 24, 8: 5}
 HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
 # Of large experts from so many rows an expert on average on codes of four bits are multiplied with
 # those of float8 as such, where fewer are multiplied as 16 bits
-# (benchmarks/results/float8_tokens_h200.json).
+# (benchmarks/results/float8_tiles_h200.json).
 LEAST_ROWS_OF_FLOAT8 = 8
 
 

@@ -137,11 +137,11 @@ def measure(
         return Tried(tiles=tiles, us=cell.us, wrong=cell.wrong)
 
     start = _start(kernel, turns.inputs[0])
-    neighbours = functools.partial(around, kernel, product)
-    if kernel == "grouped":
+    neighbours: Callable[[Any], Iterator[Any]] = functools.partial(around, kernel, product)
+    if hasattr(start, "fold"):
+        neighbours = others_of_float8
+    elif kernel == "grouped":
         neighbours = functools.partial(around_codes, weight_of(_record(*turns.inputs[0])))
-        if hasattr(start, "fold"):
-            neighbours = others_of_float8
     found = climb(start, neighbours, time, most)
     progress.done()
     return found
