@@ -183,8 +183,10 @@ def test_the_kernel_of_tokens_of_float8_waits_for_no_single_product(names, varia
     found = compiled("_grouped_float8_tokens", names)
     assert len(found) == variants
     assert max(v["shared"] for v in found) <= 232448
-    # Places of lanes that are the same in all tiles, outside the loop over K.
-    assert max(v["spilled"] for v in found) <= (32 if FEW_SPILLS else 88)
-    # Where groups of columns have scales each product is waited for, but others are under way.
+    # Places of lanes that are the same in all tiles, outside the loop over K. In it, of float4,
+    # those of scales that are loaded one by one where those of a row fill no words.
     whole = [v for v in found if v["W"]["across"] != 32]
+    assert max(v["spilled"] for v in whole or found) <= (32 if FEW_SPILLS else 88)
+    assert max(v["spilled"] for v in found) <= (96 if FEW_SPILLS else 224)
+    # Where groups of columns have scales each product is waited for, but others are under way.
     assert [v for v in whole if 4 * v["waits"] > v["products"]] == []
