@@ -28,6 +28,7 @@ from moe_ops.ops.experts_products import first_product, second_product
 from moe_ops.quant.arguments import (
     check_global_scale,
     check_input_format,
+    check_packing,
     check_plain,
     check_static_scale,
     check_tokens,
@@ -226,6 +227,9 @@ def check_weights(call: ExpertsCall) -> None:
             "give as many of the gate as of up, or gated=False"
         )
     format = call.w_format
+    if format:
+        for width in (D, I):
+            check_packing("w_format", Format.of(format), width)
     check_size("w13_EFD", w13_EFD, cols, packed(format, D), f"the width of x_TD{_in(format)}")
     check_size("w2_EDI", w2_EDI, 0, E, "the experts of w13_EFD")
     check_size("w2_EDI", w2_EDI, rows, D, "the width of x_TD")

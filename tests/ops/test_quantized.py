@@ -223,6 +223,14 @@ LAYERS: dict[str, tuple[dict[str, Any], Bad]] = {
             "w2_EDI must have 16 (the width after the activation packed as 'mxfp4') on axis 2",
         ),
     ),
+    "w2_rest": (  # of a width that codes do not fill
+        layer_call("mxfp4"),
+        Bad(
+            {"w13_EFD": torch.zeros(2, 66, 32, dtype=U8),
+             "w13_scale_EFG": torch.zeros(2, 66, 2, dtype=U8)},
+            "w_format='mxfp4' packs 2 values together; pad the width 33 to a multiple of 2",
+        ),
+    ),
     "w2_scale": (
         layer_call("mxfp4"),
         Bad({"w2_scale_EDG": None}, "w2_EDI's scale is missing: 'mxfp4' wants uint8 [2, 64, 1]"),

@@ -66,6 +66,23 @@ def test_values_that_fill_no_blocks_are_refused(format: str, width: int) -> None
         packing.quantize(torch.ones(2, width), Format.of(format))
 
 
+@pytest.mark.parametrize(("D", "I"), [(384, 256), (256, 384), (64, 256)])
+@pytest.mark.parametrize("format", K_FORMATS)
+def test_experts_of_widths_that_fill_no_blocks_are_refused(format: str, D: int, I: int) -> None:  # noqa: E741
+    """Though their codes have the shapes of whole blocks, of which one would be left out."""
+    units = Format.of(format).parsed.storage.units
+    w13, w2 = (torch.zeros(2, rows, units, dtype=torch.uint8) for rows in (2 * I, D))
+    scales = {"w13_scale_EFG": torch.ones(2, 1, 1), "w2_scale_EDG": torch.ones(2, 1, 1)}
+    said = (
+        rf"w_format='{format}' packs 256 values together; pad the width {D if D != 256 else I} to"
+    )
+    with pytest.raises(ValueError, match=said):
+        moe_ops.experts(
+            torch.ones(3, D), torch.ones(3, 1), torch.zeros(3, 1).long(), w13, w2,
+            w_format=format, **scales,
+        )  # fmt: skip
+
+
 @each_format
 def test_a_layer_is_refused_by_its_width(format: str) -> None:
     values = Format.of(format).parsed.storage.values
