@@ -43,8 +43,8 @@ NUMBERS = ("I8", "I16", "I32", "I64", "F64")  # which nobody decodes
 def entries(file: Path) -> Iterator[Stored]:
     """The tensors of a file: of experts as their blocks are, mapped; others as floats.
 
-    Raises ValueError for a type that cannot be decoded, and ImportError for one that the package
-    gguf would decode, if it were there.
+    Reading one of a type that cannot be decoded raises ValueError, and ImportError for one that the
+    package gguf would decode, if it were there.
     """
     tensors = _tensors(file)
     raw = _bytes_of(file)
@@ -53,9 +53,7 @@ def entries(file: Path) -> Iterator[Stored]:
         if kind in FLOATING:
             yield Stored(name=name, read=partial(_floats, raw, tensor), coding=PLAIN)
         elif EXPERTS.fullmatch(name):
-            with naming(name):
-                coding = coding_of_type(kind)
-            yield Stored(name=name, read=partial(_mapped, raw, tensor), coding=coding)
+            yield Stored(name=name, read=partial(_blocks, raw, tensor), coding=coding_of_type(kind))
         else:
             yield Stored(
                 name=name, read=partial(_decoded, raw, tensor), coding=PLAIN,
@@ -88,14 +86,12 @@ def gguf_formats(source: str | Path | Iterable[str | Path]) -> dict[str, QuantCo
 
 @functools.cache
 def coding_of_type(kind: str) -> Coding:
-    """The coding of a GGUF type. Raises ValueError or ImportError for one that cannot be decoded
-    either."""
+    """The coding of a GGUF type."""
     _, values, size = next(one for one in TYPES.values() if one.name == kind)
     known = FORMATS.get(kind)
-    decode = _decoder(kind)
 
     def weight(t: Tensor, format: Format | None) -> Tensor:
-        return decode(t) if format is None else _values(t, kind)
+        return _decoder(kind)(t) if format is None else _values(t, kind)
 
     def scale(t: Tensor, format: Format | None) -> Tensor:
         return _scales(t, kind)
@@ -154,6 +150,13 @@ def _mapped(raw: Tensor, tensor: Placed) -> Tensor:
     """The blocks of a tensor [..., rows, bytes] of a file."""
     row = tensor.shape[-1] // tensor.type.values * tensor.type.size if tensor.shape else tensor.size
     return raw[tensor.first : tensor.first + tensor.size].view(*tensor.shape[:-1], row)
+
+
+def _blocks(raw: Tensor, tensor: Placed) -> Tensor:
+    """The blocks of an expert's tensor, of a type that can be decoded."""
+    with naming(tensor.name):
+        _decoder(tensor.type.name)
+    return _mapped(raw, tensor)
 
 
 def _decoded(raw: Tensor, tensor: Placed) -> Tensor:

@@ -19,7 +19,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import F32, TOL, assert_close
-from moe_ops.weights import gguf_files, gguf_formats, load_checkpoint
+from moe_ops.weights import gguf_formats, load_checkpoint
 from tests.quant.blocks import HALVES, SIZES, any_ggml, specified
 from tests.weights.gguf_writer import Written, of_floats, write_gguf
 
@@ -32,7 +32,6 @@ KINDS = ("Q4_K", "Q5_K", "Q6_K")
 @pytest.fixture(autouse=True)
 def without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    gguf_files.coding_of_type.cache_clear()  # which may have asked it before
 
 
 def blocks(kind: str, name: str) -> np.ndarray:
@@ -163,3 +162,15 @@ def test_the_package_is_asked_for_where_it_alone_decodes(tmp_path: Path) -> None
     assert gguf_formats(file) == {PREFIX: None}
     with pytest.raises(ImportError, match=r"decoding Q5_0 needs the package gguf; .*ops\[gguf\]'"):
         load_checkpoint({PREFIX: layer_of(None)}, file, style="gguf", progress=False)
+
+
+def test_a_layer_is_loaded_beside_others_that_want_the_package(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    want = write(file, dict.fromkeys(SHAPES, "Q4_K"))
+    other = tmp_path / "others.gguf"
+    size = E * I * D // 32 * 22
+    write_gguf(other, {"blk.0.ffn_up_exps.weight": Written("Q5_0", (E, I, D), bytes(size))})
+    assert gguf_formats(tmp_path) == {PREFIX: QuantConfig(weights="q4_k"), "blk.0": None}
+    layer = layer_of(QuantConfig(weights="q4_k"))
+    load(layer, tmp_path)
+    assert torch.equal(held(layer, "w2"), want["ffn_down_exps"])
