@@ -124,8 +124,8 @@ class _Reader:
         """Go past a value of a type."""
         if kind in SCALARS:
             self.skip(SCALARS[kind], what)
-        elif kind == STRING:
-            self.text(what)
+        elif kind == STRING:  # any bytes: tokens of a vocabulary may be no text
+            self.skip(self.number("Q"), what)
         elif kind == ARRAY and depth < MOST_DEPTH:
             kind, count = self.number("I"), self.number("Q")
             if kind in SCALARS:

@@ -108,6 +108,13 @@ def test_the_second_version_is_read(tmp_path: Path) -> None:
     assert torch.equal(found.w2_weight, torch.from_numpy(floats()[DOWN]))
 
 
+def test_values_of_keys_may_be_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, written())
+    file.write_bytes(file.read_bytes().replace(b"qwen3moe", b"qwen\xff\xfe\xfd\xfc"))
+    assert gguf_formats(file) == {PREFIX: None}
+
+
 @pytest.mark.parametrize(("kind", "name"), [("I8", DOWN), ("F64", GATE)])
 def test_what_nobody_decodes_is_no_matter_of_a_package(
     kind: str, name: str, tmp_path: Path
