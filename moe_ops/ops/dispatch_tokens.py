@@ -96,6 +96,11 @@ def check_layout(layout: str, collective: str) -> None:
 def _check_experts(call: DispatchTokensCall) -> None:
     if call.layout == BATCHED:
         check_int("experts", call.experts, least=1)
+        if call.ids_TK.shape[1] < 1:
+            raise ValueError(
+                f"ids_TK must name at least one expert a token, got shape "
+                f"{tuple(call.ids_TK.shape)}; batches are of tokens that have one"
+            )
     elif call.experts:
         raise ValueError(
             f"experts={call.experts} says for how many experts here there are batches; give "

@@ -124,6 +124,11 @@ WHOLE = Whole.of(replace(SPREAD["even"], tokens=(4,)), torch.float32)
 SENT: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"layout": "batches"}, "layout='batches' is unknown; choose one of rows, batched"),
     "no_experts": ({"layout": "batched"}, "experts=0 must be at least 1"),
+    "no_choices": (
+        {"layout": "batched", "experts": 8, "weights_TK": torch.ones(4, 0),
+         "ids_TK": torch.ones(4, 0, dtype=torch.int64)},
+        "ids_TK must name at least one expert a token, got shape (4, 0)",
+    ),
     "experts": ({"experts": 4}, "experts=4 says for how many experts here there are batches; give"),
     "exchange": (
         {"layout": "batched", "experts": 8, "collective": "exchange"},
@@ -134,8 +139,10 @@ SENT: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("given", "said"), SENT.values(), ids=SENT)
 def test_what_cannot_be_sent(given: dict[str, Any], said: str) -> None:
+    tokens = dict(zip(("x_TD", "weights_TK", "ids_TK"), WHOLE.own(0), strict=True))
+    tables = dict(zip(("rank_of_P", "slot_of_P"), WHOLE.tables(), strict=True))
     with pytest.raises(ValueError, match=re.escape(said)):
-        dispatch_tokens(*WHOLE.own(0), *WHOLE.tables(), 4, **given)
+        dispatch_tokens(**{**tokens, **tables, "rows": 4, **given})
 
 
 BACK: dict[str, tuple[dict[str, Any], str]] = {
