@@ -2,7 +2,8 @@
 
 Routed experts of few tokens wait for memory and for launches, and leave much of a GPU idle. The
 pass puts `begin_shared` right behind the tokens and `await_shared` before the sum, both of
-`moe_ops/streams.py`, where the option `beside` asks for it.
+`moe_ops/streams.py`, where the option `beside` asks for it. Inductor orders what does not depend on
+each other, and may put the former behind the experts: then it runs in order, and is as right.
 """
 
 from __future__ import annotations
