@@ -232,14 +232,7 @@ def measure_adapters(args: argparse.Namespace) -> Figures:
 
 
 def measure_beside(args: argparse.Namespace) -> Figures:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = []
-    for spent in beside.measure(args.layer, args.shared, args.tokens, args.ways, device):
-        print(beside.table([spent]), flush=True)
-        found.append(spent)
-    print(beside.table(found))
-    on = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    return {"device": on, "beside": [asdict(s) | {"ratio": s.ratio} for s in found]}
+    return beside.measure_beside(args)
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {

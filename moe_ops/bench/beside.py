@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -67,6 +68,18 @@ class Layers(nn.Module):
         for layer in layers:
             layer.beside = beside
         return lambda x_TD: [layer(x_TD) for layer in layers]
+
+
+def measure_beside(args: argparse.Namespace) -> dict[str, Any]:
+    """Time what the command line names, tell it as it comes, and return the figures."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = []
+    for spent in measure(args.layer, args.shared, args.tokens, args.ways, device):
+        print(table([spent]), flush=True)
+        found.append(spent)
+    print(table(found))
+    on = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    return {"device": on, "beside": [asdict(s) | {"ratio": s.ratio} for s in found]}
 
 
 def measure(
