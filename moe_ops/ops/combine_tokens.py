@@ -154,8 +154,8 @@ def combine_tokens(call: CombineTokensCall) -> Tensor:
     rounded to y's dtype. A token that no rank serves gets zeros.
 
     layout: "batched" takes y_GD [E, M, D], what `experts_batched` made of batches, and weighs and
-    sums what experts here made of a row, in float32; weights_GK and slot_GK: what `dispatch_tokens`
-    returned, token_N its counts_E. Slots past a count are not read.
+    sums what experts here made of a row, in float32 (float64 of float64); weights_GK and slot_GK:
+    what `dispatch_tokens` returned, token_N its counts_E. Slots past a count are not read.
 
     y_GD: float [G, D]; ids_TK, rank_of_P, slot_of_P, rows, group and collective: what
     `dispatch_tokens` was given; token_N and splits_2R: what it returned. Result [T, D] in y's

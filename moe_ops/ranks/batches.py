@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_ops.checks.shapes import wide_dtype
+
 ROWS, BATCHED = "rows", "batched"
 LAYOUTS = (ROWS, BATCHED)
 
@@ -66,12 +68,13 @@ def _placed(t_GD: Tensor, slot_GK: Tensor, experts: int) -> Tensor:
 
 
 def from_batches(y_EMD: Tensor, weights_GK: Tensor, slot_GK: Tensor) -> Tensor:
-    """y_GD: the weighted sum of what experts made of a row, in float32 and in the order of choices;
-    0 of a row without any."""
+    """y_GD: the weighted sum of what experts made of a row, in float32 (float64 of float64) and in
+    the order of choices; 0 of a row without any."""
     y_RD, held_GK1 = y_EMD.flatten(0, 1), (slot_GK >= 0)[..., None]
-    rows_GKD = y_RD[slot_GK.clamp(min=0).long()].float()
+    wide = wide_dtype(y_EMD)
+    rows_GKD = y_RD[slot_GK.clamp(min=0).long()].to(wide)
     # Both are masked: what is unspecified in one would be in the gradient of the other.
-    weights_GK1 = torch.where(held_GK1, weights_GK.float()[..., None], 0)
+    weights_GK1 = torch.where(held_GK1, weights_GK.to(wide)[..., None], 0)
     return (torch.where(held_GK1, rows_GKD, 0) * weights_GK1).sum(1).to(y_EMD.dtype)
 
 

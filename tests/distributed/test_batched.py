@@ -194,3 +194,16 @@ def test_gradients_of_pairs_that_go_nowhere_or_twice_to_an_expert(twice: bool) -
         found.append([t.grad for t in (x, weights, w13, w2)])
     for got, want in zip(*found, strict=True):
         assert_close(got, want, TOL["moe", torch.float32])
+
+
+def test_sums_of_float64_are_taken_in_it() -> None:
+    tables = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    x, weights, ids = torch.randn(5, 8).double(), torch.rand(5, 2).double(), torch.arange(10) % 4
+    w13, w2 = torch.randn(4, 12, 8).double(), torch.randn(4, 8, 6).double()
+    sent = dispatch_tokens(x, weights, ids.view(5, 2), *tables, 6, layout="batched", experts=4)
+    x_EMD, _, weights_GK, slot_GK, counts_E, splits_2R = sent
+    got = combine_tokens(
+        experts_batched(x_EMD, counts_E, w13, w2), ids.view(5, 2), *tables, counts_E, splits_2R, 6,
+        layout="batched", weights_GK=weights_GK, slot_GK=slot_GK,
+    )  # fmt: skip
+    assert_close(got, experts(x, weights, ids.view(5, 2), w13, w2), Tol(1e-14, "sums in float64"))
