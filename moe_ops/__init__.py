@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import moe_ops.backends  # noqa: F401  (registers the backends)
-from moe_ops import fake_impls, ops, quant
+from moe_ops import decode_ops, fake_impls, ops, quant, ranks
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.installed import __version__, clash, lacks_transformers, refuse_experts
 from moe_ops.interop import aot_cache
@@ -188,7 +188,11 @@ del _name
 globals()["backend"] = sys.modules["moe_ops.backend"]
 sys.modules["moe_ops.backend"].__class__ = _Backend
 
-aot_cache.tag(registration, spec, formulas, gradients, rules, ops, fake_impls, quant)
+# What a graph that is traced with our ops may hold.
+_TRACED = (
+    registration, spec, formulas, gradients, rules, ops, decode_ops, ranks, fake_impls, quant,
+)  # fmt: skip
+aot_cache.tag(*_TRACED)
 
 
 def _join() -> None:

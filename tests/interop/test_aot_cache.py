@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ import torch.compiler.config as config
 import moe_ops
 from moe_ops import fake_impls
 from moe_ops.interop import aot_cache
+from moe_ops.quant.packing import dequantize
+from moe_ops.ranks.batches import from_batches
 
 
 def module_of(path: Path) -> ModuleType:
@@ -52,3 +56,18 @@ def test_a_changed_source_changes_the_tag(package: bool, tmp_path: Path) -> None
             aot_cache.tag(module_of(main if package else source))
             tags.append(config.cache_key_tag)
     assert tags[0] != tags[1]
+
+
+@pytest.mark.parametrize("name", [*moe_ops.OPS])
+def test_what_defines_an_op_is_in_the_tag(name: str) -> None:
+    files = aot_cache._files(moe_ops._TRACED)
+    op = moe_ops.OPS[name]
+    for function in (op.body, op.fake_impl):
+        assert function is not None
+        path = inspect.getsourcefile(inspect.unwrap(function))
+        assert path is not None and os.path.realpath(path) in files
+
+
+def test_what_definitions_share_is_in_the_tag() -> None:
+    files = aot_cache._files(moe_ops._TRACED)
+    assert {from_batches.__code__.co_filename, dequantize.__code__.co_filename} <= {*files}
