@@ -15,8 +15,8 @@ from moe_ops.kernels.triton.experts.formats.scales import scale_of
 from moe_ops.kernels.triton.experts.schedule.sort import row_of
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
-from moe_ops.registry.backend import is_aligned
 
+BOX_BYTES = 16  # which addresses of boxes that TMA copies are multiples of
 TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes; columns decoded
 
 
@@ -54,10 +54,10 @@ def in_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes [R, D] of the token in each row (`sort_pairs`), and float32 scales [groups, R or more],
     as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words. inverse_R
-    and slots as `row_of` takes them; codes in slots are where they should be, unless they are to be
-    `arranged`, as `in_float8_order` says, of whole 32 columns."""
+    and slots as `row_of` takes them; codes in slots stay there where TMA can copy them, unless they
+    are to be `arranged`, as `in_float8_order` says, of whole 32 columns."""
     (T, D), R, G = x_TD.shape, x_TD.shape[0] * top_k, scale_TG.shape[1]
-    stays = slots is not None and not arranged and is_aligned(x_TD)
+    stays = slots is not None and not arranged and x_TD.data_ptr() % BOX_BYTES == 0
     codes_RD = x_TD if stays else x_TD.new_empty(R, D)
     scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
     unit, each = (torch.uint8, 1) if arranged else (torch.int32, 4)
