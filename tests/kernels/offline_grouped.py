@@ -247,6 +247,10 @@ def products(names: list[str]) -> None:
     for bias in (False, True) if "silu" in names else ():
         b2 = empty(E, D) if bias else None
         grouped.grouped_rows(empty(4096, I), ends, empty(E, D, I), b2, wgmma=True)
+    if "silu" in names:  # of batches, whose rows lie in their slots
+        x, out, silu = empty(4096, D), empty(4096, I), Act("silu")
+        args = (x, None, ends, empty(E, 2 * I, D), None, out, None, silu, None, True)
+        grouped.product(*args, slots=512)
 
 
 def products_by_columns(names: list[str]) -> None:

@@ -45,7 +45,7 @@ FEW_SPILLS = Version(version("triton")) < Version("3.7")
 
 @pytest.mark.every
 @pytest.mark.slow
-@each_activation(8, 16)
+@each_activation(9, 16)
 def test_the_hopper_kernel_compiles_and_keeps_to_its_registers(names, variants):
     found = compiled("_grouped", names)
     assert len(found) == variants
