@@ -36,7 +36,9 @@ def layer_of(w_format: str, x_format: str) -> dict[str, Any]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("M", "expected"), [(16, 0), (256, 0), (256, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("M", "expected"), [(16, 0), (256, 0), (256, 4), (256, 8), (256, 16)], ids=str
+)
 @pytest.mark.parametrize(("w_format", "x_format"), FORMATS.values(), ids=FORMATS)
 def test_counts_change_between_replays(
     w_format: str, x_format: str, M: int, expected: int, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,8 @@ from moe_ops.testing import BF16, DEVICE, F16, TOL, Case, assert_close
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops.backends.triton_formats import weight_of
+from moe_ops.kernels.triton.experts.operands import group_scales, permuted, prequantized
 from moe_ops.kernels.triton.replay import launches_go_to
 from tests.kernels.test_quantized_experts import call_of
 
@@ -132,6 +134,40 @@ def launches_of(call: ExpertsBatchedCall, kernel: str = "") -> set[str]:
     with launches_go_to(Names()):
         run(kernel, call) if kernel else triton_batched.run(call)
     return names
+
+
+def slots_of(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of slots, counts, and which slots are used."""
+    counts_E = torch.tensor(COUNTS, dtype=torch.int32, device=DEVICE)
+    used_R = (torch.arange(M, device=DEVICE) < counts_E[:, None]).flatten()
+    return torch.randn(SMALL.E * M, width, device=DEVICE).to(DTYPE), counts_E, used_R
+
+
+@pytest.mark.parametrize("offset", [0, 4], ids=["aligned", "misaligned"])
+def test_codes_in_slots_stay_there_if_tma_can_copy_them(offset: int) -> None:
+    x_RD, counts_E, used_R = slots_of(256)
+    codes, scale = quantize(x_RD, "float8_e4m3fn:1x128")
+    moved = torch.empty(codes.numel() + 16, dtype=torch.uint8, device=DEVICE)[offset:]
+    moved = moved[: codes.numel()].view(F8).view(codes.shape).copy_(codes)
+    got, scale_GR = prequantized.in_rows(moved, scale, counts_E, 1, M)
+    assert (got.data_ptr() == moved.data_ptr()) == (offset == 0)
+    assert torch.equal(got.view(torch.uint8)[used_R], codes.view(torch.uint8)[used_R])
+    assert torch.equal(scale_GR[:, : len(used_R)].t()[used_R], scale[used_R])
+    assert bool(scale_GR[:, : len(used_R)].t()[~used_R].isnan().all())
+
+
+def test_rows_in_slots_become_what_grouped_products_read() -> None:
+    """Codes of floats, and floats whose columns are arranged: of the slots that are used."""
+    x_RD, counts_E, used_R = slots_of(256)
+    given = x_RD.masked_fill(~used_R[:, None], float("nan"))
+    codes, scale_GR = group_scales.quantize_sorted(given, counts_E, 1, 128, M)
+    want, scale = quantize(x_RD, "float8_e4m3fn:1x128")
+    assert torch.equal(codes.view(torch.uint8)[used_R], want.view(torch.uint8)[used_R])
+    assert torch.equal(scale_GR[:, : len(used_R)].t()[used_R], scale[used_R])
+    weight = weight_of("int4:1x128", "")
+    got = permuted.arrange(given, weight, counts_E, 1, M)
+    assert torch.equal(got[used_R], permuted.arrange(x_RD, weight)[used_R])
+    assert bool(got[~used_R].isnan().all())
 
 
 def test_no_slots() -> None:
