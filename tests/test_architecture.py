@@ -105,6 +105,7 @@ MAY_IMPORT = {
         BACKEND
         | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
         | {"exporting", "halves", "main_grad", "prepared", "published", "installed", "restricted"}
+        | {"decode_ops"}
     ),
 }
 

@@ -19,7 +19,7 @@ from moe_ops.kernels.triton.experts.formats.halves import and_or
 
 @gluon.jit
 def distance(a, b):
-    """Of each byte of a that of b, without a sign."""
+    """How far each byte of a is from that of b: |a - b|, as numbers without a sign."""
     return gl.inline_asm_elementwise(
         "vabsdiff4.u32.u32.u32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, a * 0],
         dtype=gl.int32, is_pure=True, pack=1,

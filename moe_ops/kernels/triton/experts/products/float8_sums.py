@@ -260,7 +260,7 @@ def multiply(
 
 @gluon.jit
 def _decode_folded(codes, stage, more, LOWER: gl.constexpr, ACT: gl.constexpr):
-    """Of the units of a stage what `_signed` takes, of which scales are a part."""
+    """Decode the units of a stage, with their scales folded in, as far as `_signed` takes them."""
     found = ()
     for half in gl.static_range(2):
         words = fragments.load_words(codes, stage, half, LOWER, ACT.gated)
