@@ -347,9 +347,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.settle_stages(args)
     if args.command == "train":
         options.settle_train(args)
-    if args.command == "tiles" and args.format is not None:
-        options.settle_format(args, reader.error)
-    if args.command == "counters" and args.format is not None:
+    if args.command in ("tiles", "counters") and args.format is not None:
         options.settle_layers(args, reader.error)
     if args.command == "ep":
         options.settle_ep(args, reader.error)
