@@ -39,6 +39,8 @@ from .quantize import quantize
 from .quantized_linears import quantized_linears
 from .rope_attention import rope_attention
 from .route import route
+from .route_recording import route_recording
+from .route_replaying import route_replaying
 from .state_space_scan import state_space_scan
 from .state_space_step import state_space_step
 from .sum_ranks import sum_ranks
@@ -77,6 +79,8 @@ __all__ = [
     "quantized_linears",
     "rope_attention",
     "route",
+    "route_recording",
+    "route_replaying",
     "state_space_scan",
     "state_space_step",
     "sum_ranks",

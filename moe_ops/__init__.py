@@ -39,6 +39,8 @@ from moe_ops.ops import (
     moe,
     quantize,
     route,
+    route_recording,
+    route_replaying,
     sum_ranks,
 )
 from moe_ops.registry import formulas, gradients, registration, rules, spec
@@ -159,6 +161,8 @@ __all__ = [
     "restore",
     "restrict_experts",
     "route",
+    "route_recording",
+    "route_replaying",
     "save_adapter",
     "set_adapter",
     "share_experts",

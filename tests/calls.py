@@ -21,11 +21,14 @@ def calls(T: int) -> dict[str, tuple[Any, ...]]:
 def calls_without_adapters(T: int) -> dict[str, tuple[Any, ...]]:
     layer = make_layer(replace(CASES[0], T=T))
     x, ids, weights = layer.x_TD, layer.ids_TK, layer.weights_TK
+    chosen = ids[:, :2].to(torch.int16).contiguous()
     ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (T // EXPERTS)
     slots = torch.arange(EXPERTS, dtype=torch.int32)
     handle = (torch.empty(0, dtype=torch.int32), torch.empty(2, 0, dtype=torch.int64))
     return {
         "route": (layer.logits_TE, 2),
+        "route_recording": (layer.logits_TE, 2, chosen, torch.zeros(1, dtype=torch.int64)),
+        "route_replaying": (layer.logits_TE, 2, chosen),
         "quantize": (x,),
         "dispatch": (x, ids, EXPERTS),
         "expert_gemm": (x, layer.w13_EFD, ends),

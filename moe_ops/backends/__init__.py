@@ -23,6 +23,7 @@ from moe_ops.backends import (
     triton_linears,
     triton_quantize,
     triton_ranks,
+    triton_routing,
     triton_training,
 )
 
@@ -30,5 +31,5 @@ __all__ = [
     "aten", "aten_decode", "cpu", "cpu_linears", "cpu_stages", "dequantize", "flashinfer",
     "over_ranks", "push", "triton", "triton_adapters", "triton_batched", "triton_decode",
     "triton_decoded", "triton_gemm", "triton_linears", "triton_quantize", "triton_ranks",
-    "triton_training",
+    "triton_routing", "triton_training",
 ]  # fmt: skip

@@ -16,6 +16,8 @@ from moe_ops.ops.dispatch import local_ids
 from moe_ops.ops.expert_gemm import ExpertGemmCall, checked_ends, expert_gemm
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
+from moe_ops.ops.route_recording import RouteRecordingCall, route_recording, write_rows
+from moe_ops.ops.route_replaying import RouteReplayingCall, route_replaying
 from moe_ops.registry.backend import Rows
 from moe_ops.registry.gradients import needs_grad
 
@@ -142,6 +144,35 @@ def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     dtype = DTYPES[c.out_dtype]
     return (weights_TK if dtype == torch.float32 else weights_TK.to(dtype)), ids_TK
+
+
+@route_recording.backend(
+    "cpu",
+    reads=reads.RECORDING,
+    supports=lambda call: supports_route(call.routing),
+    devices=("cpu",),
+    priority=1,
+)
+def route_and_record(call: RouteRecordingCall) -> tuple[Tensor, Tensor]:
+    """`route_recording` by the kernel of `route`, whose results are then copied."""
+    weights_TK, ids_TK = route_tokens(call.routing)
+    write_rows(call.ring_ids_SK, call.at, ids_TK)
+    if call.ring_weights_SK is not None:
+        write_rows(call.ring_weights_SK, call.at, weights_TK)
+    return weights_TK, ids_TK
+
+
+@route_replaying.backend(
+    "cpu",
+    reads=reads.ROUTE,
+    supports=lambda call: supports_route(call.routing),
+    devices=("cpu",),
+    priority=1,
+)
+def route_as_recorded(call: RouteReplayingCall) -> tuple[Tensor, Tensor]:
+    """`route_replaying` by its definition, whose own choice is the kernel's."""
+    replayed: tuple[Tensor, Tensor] = route_replaying.body(call)
+    return replayed
 
 
 def _float32(t: Tensor | None) -> Tensor | None:

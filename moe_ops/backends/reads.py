@@ -24,3 +24,4 @@ ROUTE = (
     "bias_E", "per_expert_scale_E", "score", "select_on", "n_group", "topk_group", "group_reduce",
     "group_fill", "softmax_selected", "renormalize", "eps", "min_sum", "scale", "out_dtype",
 )  # fmt: skip
+RECORDING = (*ROUTE, "ring_weights_SK")

@@ -75,14 +75,23 @@ def _route(call: RouteCall, before: Before = None) -> tuple[Tensor, Tensor]:
     from moe_ops.kernels.triton import routing
     from moe_ops.kernels.triton.replay import replay
 
+    return replay(routing.route, tensors_of_route(call), rest_of_route(call), before)
+
+
+def tensors_of_route(call: RouteCall) -> tuple[Tensor | None, ...]:
+    c = call
+    return with_rows(c.logits_TE), contiguous(c.bias_E), contiguous(c.per_expert_scale_E)
+
+
+def rest_of_route(call: RouteCall) -> tuple[Any, ...]:
+    """The choices, the router as kernels take it, and the dtype of weights."""
     c = call
     fill = float("-inf") if c.group_fill == "-inf" else 0.0
     router = (
         c.score, c.select_on == "logit", c.n_group, c.topk_group, c.group_reduce == "top2sum", fill,
         c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale, c.group_fill == "zero_weight",
     )  # fmt: skip
-    tensors = with_rows(c.logits_TE), contiguous(c.bias_E), contiguous(c.per_expert_scale_E)
-    return replay(routing.route, tensors, (c.top_k, router, DTYPES[c.out_dtype]), before)
+    return c.top_k, router, DTYPES[c.out_dtype]
 
 
 compiles_ahead(route, "triton", _route)

@@ -48,6 +48,8 @@ from moe_ops.ops import (
     moe,
     quantize,
     route,
+    route_recording,
+    route_replaying,
     sum_ranks,
 )
 from moe_ops.registry.spec import Op
@@ -85,6 +87,13 @@ def calls() -> dict[Op, tuple[Any, ...]]:
     _, _, _, _, *handle = dispatch_tokens(*sent, *tables, 1)
     return {
         route: (layer.logits_TE, 2),
+        route_recording: (
+            layer.logits_TE,
+            2,
+            layer.ids_TK[:, :2].to(torch.int16).contiguous(),
+            torch.zeros(1, dtype=torch.int64),
+        ),
+        route_replaying: (layer.logits_TE, 2, layer.ids_TK[:, :2].to(torch.int16).contiguous()),
         quantize: (layer.x_TD,),
         dispatch: (layer.x_TD, layer.ids_TK, 8),
         expert_gemm: (x_RD, layer.w13_EFD, ends_E),

@@ -27,6 +27,7 @@ from moe_ops.conformance.rank_samples import (
     sum_ranks,
     tables,
 )
+from moe_ops.conformance.routing_samples import route_recording, route_replaying
 from moe_ops.conformance.tensors import distinct_logits, half_map, padded, strided, with_holes
 from moe_ops.quant.formats import Format
 from moe_ops.registry.spec import DECODE_OPS, OPS, Op
@@ -84,7 +85,7 @@ def specified(op_name: str, args: tuple[Any, ...], got: Any) -> list[Tensor]:
 def mutated(op: Op, args: tuple[Any, ...]) -> list[Tensor]:
     """The arguments of a call that the op writes to."""
     given = op.arguments.by_name(op.call(*args))
-    return [given[name] for name in op.arguments.mutated]
+    return [given[name] for name in op.arguments.mutated if given[name] is not None]
 
 
 def _route(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -361,6 +362,8 @@ def _experts_over_ranks(case: Case, dtype: torch.dtype) -> dict[str, dict[str, A
 
 MAKERS: dict[str, Callable[[Case, torch.dtype], dict[str, dict[str, Any]]]] = {
     "route": _route,
+    "route_recording": lambda case, dtype: route_recording(case, _route(case, dtype)),
+    "route_replaying": lambda case, dtype: route_replaying(case, _route(case, dtype)),
     "quantize": _quantize,
     "dispatch": _dispatch,
     "expert_gemm": _expert_gemm,

@@ -25,6 +25,8 @@ from moe_ops.ops.experts_saving import experts_saving
 from moe_ops.ops.moe import moe
 from moe_ops.ops.quantize import quantize
 from moe_ops.ops.route import route
+from moe_ops.ops.route_recording import route_recording
+from moe_ops.ops.route_replaying import route_replaying
 from moe_ops.ops.sum_ranks import sum_ranks
 
 __all__ = [
@@ -50,5 +52,7 @@ __all__ = [
     "moe",
     "quantize",
     "route",
+    "route_recording",
+    "route_replaying",
     "sum_ranks",
 ]

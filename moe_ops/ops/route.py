@@ -152,7 +152,7 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
     """
     logits = wide(call.logits_TE)
     T, E = logits.shape
-    scores_TE = _score(logits, call.score)
+    scores_TE = score_of(logits, call.score)
     choice_TE = scores_TE if call.select_on == "score" else logits
     if call.bias_E is not None:
         choice_TE = choice_TE + wide(call.bias_E)
@@ -170,7 +170,11 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
         if call.group_fill == "zero_weight":
             scores_TE = scores_TE.masked_fill(~kept_TE, 0.0)
     ids_TK = choice_TE.topk(call.top_k, dim=-1).indices
-    weights_TK = scores_TE.gather(1, ids_TK)
+    return finished(call, scores_TE.gather(1, ids_TK), ids_TK), ids_TK.to(torch.int32)
+
+
+def finished(call: RouteCall, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+    """The weights of chosen experts by their scores, in the dtype of the call."""
     if call.softmax_selected:
         weights_TK = weights_TK.softmax(-1)
     if call.renormalize:
@@ -180,10 +184,11 @@ def route(call: RouteCall) -> tuple[Tensor, Tensor]:
         weights_TK = weights_TK * call.scale
     if call.per_expert_scale_E is not None:
         weights_TK = weights_TK * wide(call.per_expert_scale_E)[ids_TK]
-    return weights_TK.to(call.dtype), ids_TK.to(torch.int32)
+    return weights_TK.to(call.dtype)
 
 
-def _score(logits: Tensor, score: str) -> Tensor:
+def score_of(logits: Tensor, score: str) -> Tensor:
+    """The scores of logits, of a softmax by whole rows."""
     if score == "softmax":
         return logits.softmax(-1)
     if score == "sigmoid":

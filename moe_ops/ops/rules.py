@@ -31,6 +31,8 @@ from moe_ops.ops.experts_saving import experts_saving
 from moe_ops.ops.moe import moe
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.ops.route import route
+from moe_ops.ops.route_recording import route_recording
+from moe_ops.ops.route_replaying import route_replaying
 from moe_ops.ops.splits import rows_of, splits
 from moe_ops.ops.sum_ranks import sum_ranks
 from moe_ops.quant.formats import TENSOR, Format
@@ -127,6 +129,18 @@ RULES: dict[Op, Rules] = {
         autocast=AS_GIVEN,
         vmap=Batched(("logits_TE",)),
         sharding=Sharded((rows_of("logits_TE"),)),
+    ),
+    route_recording: Rules(
+        flops=NO_PRODUCT,
+        autocast=AS_GIVEN,
+        vmap="writes to rings that last, of which there is one for all elements of a batch",
+        sharding="writes to rings, which each rank has of its own tokens",
+    ),
+    route_replaying: Rules(
+        flops=NO_PRODUCT,
+        autocast=AS_GIVEN,
+        vmap=EACH,
+        sharding="reads the experts of its tokens, which each rank has of its own",
     ),
     quantize: Rules(
         flops=NO_PRODUCT,

@@ -184,8 +184,8 @@ def _element(x_format: str, x: Tensor, w_format: str) -> str:
     return "bfloat16" if w_format else str(x.dtype).removeprefix("torch.")
 
 
-def _route(a: RouteCall, T: int) -> Cost:
-    return Cost(bytes=T * (_row(a.logits_TE) + 8 * a.top_k))
+def _route(a: RouteCall, T: int, more: int = 0) -> Cost:
+    return Cost(bytes=T * (_row(a.logits_TE) + (8 + more) * a.top_k))
 
 
 def _quantize(a: QuantizeCall, R: int) -> Cost:
@@ -373,6 +373,8 @@ def _experts_adapted_backward(a: ExpertsAdaptedBackwardCall, T: int) -> Cost:
 
 COSTS: dict[str, Callable[[Any, int], Cost]] = {
     "route": _route,
+    "route_recording": lambda a, T: _route(a.routing, T, 2 if a.ring_weights_SK is None else 6),
+    "route_replaying": lambda a, T: _route(a.routing, T, 2),
     "quantize": _quantize,
     "dispatch": _dispatch,
     "expert_gemm": _expert_gemm,

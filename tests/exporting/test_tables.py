@@ -39,7 +39,8 @@ QUICK = {
     "dispatch": ("plain", "map_and_holes"), "combine": ("holes",), "expert_loads": ("holes",),
     "expert_gemm": ("tail", "transposed", "uint4:1x16_", "mxfp4_"),
     "experts": ("bias", "gpt_oss", "map_and_holes", "int8:row_int8:row"),
-    "moe": ("plain",), "experts_batched": ("bias", "int8:row_int8:row"),
+    "moe": ("plain",), "route_replaying": ("plain",),
+    "experts_batched": ("bias", "int8:row_int8:row"),
 }  # fmt: skip
 BOTH = ("experts", "experts_batched")  # of whose products inputs may be rounded
 EXACT = Tol(0.0, "integers")

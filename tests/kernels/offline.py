@@ -65,6 +65,8 @@ from moe_ops.kernels.triton.experts.operands import (
 from moe_ops.kernels.triton.experts.products import grouped_plain, register_stream, rows, tiny
 from moe_ops.kernels.triton.experts.schedule import combine, sort
 from moe_ops.ops.route import route
+from moe_ops.ops.route_recording import route_recording
+from moe_ops.ops.route_replaying import route_replaying
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.cubins import nans_of_zeros, usage
 from tests.kernels.offline_adapters import calls_with_adapters
@@ -79,7 +81,7 @@ from tests.published_routers import ROUTERS, Router, arguments
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
+    torch.int32: "*i32", torch.int64: "*i64", torch.int16: "*i16", torch.uint8: "*u8",
     torch.bool: "*i1", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e5m2: "*fp8e5",
 }  # fmt: skip
@@ -225,6 +227,7 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
     step = 1 if all else 3
     for name, router in ROUTERS.items():
         yield f"{name} route", lambda r=router: routed(r, DTYPE_OF[capability])
+        yield f"{name} recorded", lambda r=router: recorded(r, DTYPE_OF[capability])
     for backend, T in (("tiny", 4), ("rows", 64), ("grouped", 4096)):
         case = LAYERS["gpt_oss_20b"]
         others = [{"dtype": torch.float16}, {"transposed": True}][::step]
@@ -368,10 +371,20 @@ def projected(
         linears.run(empty(T, K), weights, given)
 
 
-def routed(router: Router, dtype: torch.dtype) -> None:
-    call = arguments(router, dtype)
-    call = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in call.items()}
-    route.backends["triton"].run(route.call(**call))
+def routed(router: Router, dtype: torch.dtype, op: Any = route, **more: Tensor) -> None:
+    given = arguments(router, dtype).items()
+    call = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in given}
+    op.backends["triton"].run(op.call(**call, **more))
+
+
+def recorded(router: Router, dtype: torch.dtype) -> None:
+    """Launch a router that writes ids and weights to rings, and one that takes ids."""
+    K = arguments(router, dtype)["top_k"]
+    ids = torch.empty(9999, K, dtype=torch.int16, device="meta")
+    at = torch.empty(1, dtype=torch.int64, device="meta")
+    rings = {"ring_ids_SK": ids, "ring_weights_SK": ids.float(), "at": at}
+    routed(router, dtype, route_recording, **rings)
+    routed(router, dtype, route_replaying, given_ids_SK=ids)
 
 
 def many_routed(case: Any) -> None:

@@ -175,6 +175,11 @@ def route_kernel(
     per_expert_scale_ptr,
     weights_ptr,
     ids_ptr,
+    given_ids_ptr,
+    ring_ids_ptr,
+    ring_weights_ptr,
+    at_ptr,
+    S,
     E: tl.constexpr,
     K: tl.constexpr,
     ROUTER: tl.constexpr,
@@ -184,9 +189,12 @@ def route_kernel(
     LOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weights_TK and ids_TK of BT tokens, largest choice first."""
+    """weights_TK and ids_TK of BT tokens, largest choice first; of given ids those of tokens whose
+    first one is not negative. A ring gets them, too."""
     take_turn(PDL)
     rows_T = tl.program_id(0) * BT + tl.arange(0, BT)
+    if at_ptr is not None:
+        start = (tl.load(at_ptr) % S).to(tl.int32)  # while logits come: its division is a long one
     SCORE: tl.constexpr = ROUTER[0]
     columns_E = tl.arange(0, BE)
     used_TE = (rows_T < T)[:, None] & (columns_E < E)[None, :]
@@ -210,14 +218,23 @@ def route_kernel(
         weights_TK = scores_of(logits_TK, top_T, total_T, SCORE)
     else:
         scores_TE = scores_of(logits_TE, top_T, total_T, SCORE)
+        if given_ids_ptr is not None:
+            given_rows_T = given_ids_ptr + rows_T.to(tl.int64) * K
+            is_given_T = tl.load(given_rows_T, mask=rows_T < T, other=-1) >= 0
+            whole_TE = scores_TE
         choice_TE, scores_TE = choice_of(
             logits_TE, scores_TE, used_TE, columns_E, bias_ptr, E, ROUTER, BE
         )  # fmt: skip
+        if given_ids_ptr is not None:
+            scores_TE = tl.where(is_given_T[:, None], whole_TE, scores_TE)
         keys_TE = keys_of(choice_TE, used_TE)
         ids_TK = tl.zeros((BT, BK), tl.int32)
         weights_TK = tl.zeros((BT, BK), tl.float32)
         for k in range(K):
             expert_T = first_largest(keys_TE, columns_E, BE)
+            if given_ids_ptr is not None:
+                given_T = tl.load(given_rows_T + k, mask=rows_T < T, other=-1).to(tl.int32)
+                expert_T = tl.where(is_given_T, given_T, expert_T)
             hit_TE = columns_E[None, :] == expert_T[:, None]
             keys_TE = tl.where(hit_TE, NONE, keys_TE)
             here_TK = (slots_K == k)[None, :]
@@ -229,8 +246,17 @@ def route_kernel(
         scale_TK = tl.load(per_expert_scale_ptr + ids_TK, mask=used_TK, other=0.0)
         weights_TK = weights_TK * scale_TK.to(tl.float32)
     offsets = rows_T.to(tl.int64)[:, None] * K + slots_K[None, :]
-    tl.store(weights_ptr + offsets, weights_TK.to(weights_ptr.dtype.element_ty), mask=used_TK)
+    weights_TK = weights_TK.to(weights_ptr.dtype.element_ty)
+    tl.store(weights_ptr + offsets, weights_TK, mask=used_TK)
     tl.store(ids_ptr + offsets, ids_TK, mask=used_TK)
+    if at_ptr is not None:
+        # Of more tokens than a ring has rows the last ones are written.
+        rung_TK = used_TK & (rows_T >= T - S)[:, None]
+        places_T = (start + rows_T) % S
+        places_TK = places_T.to(tl.int64)[:, None] * K + slots_K[None, :]
+        tl.store(ring_ids_ptr + places_TK, ids_TK.to(tl.int16), mask=rung_TK)
+        if ring_weights_ptr is not None:
+            tl.store(ring_weights_ptr + places_TK, weights_TK.to(tl.float32), mask=rung_TK)
 
 
 @on_its_device
@@ -243,17 +269,66 @@ def route(
     weights_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The `route` op; `router` as above."""
+    return _launch(logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype)
+
+
+@on_its_device
+def route_recording(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    per_expert_scale_E: Tensor | None,
+    ring_ids_SK: Tensor,
+    ring_weights_SK: Tensor | None,
+    at: Tensor,
+    top_k: int,
+    router: tuple[Any, ...],
+    weights_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The `route_recording` op."""
+    ring = ring_ids_SK, ring_weights_SK, at, ring_ids_SK.shape[0]
+    routed = logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype
+    return _launch(*routed, ring=ring)
+
+
+@on_its_device
+def route_replaying(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    per_expert_scale_E: Tensor | None,
+    given_ids_SK: Tensor,
+    top_k: int,
+    router: tuple[Any, ...],
+    weights_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The `route_replaying` op."""
+    routed = logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype
+    return _launch(*routed, given=given_ids_SK)
+
+
+def _launch(
+    logits_TE: Tensor,
+    of_experts: tuple[Tensor | None, Tensor | None],
+    top_k: int,
+    router: tuple[Any, ...],
+    weights_dtype: torch.dtype,
+    given: Tensor | None = None,
+    ring: tuple[Tensor | None, Tensor | None, Tensor | None, int | None] = (None,) * 4,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel with bias and scales of experts, ids that are given, and the ids and
+    weights of a ring, where its first row is and how many it has."""
+    bias_E, per_expert_scale_E = of_experts
     T, E = logits_TE.shape
     weights_TK = logits_TE.new_empty((T, top_k), dtype=weights_dtype)
     ids_TK = logits_TE.new_empty((T, top_k), dtype=torch.int32)
     if T == 0:
         return weights_TK, ids_TK
     plain = bias_E is None and router[2] == 1
-    low = FREE_BITS.get(logits_TE.dtype, 0) if plain else 0
+    low = FREE_BITS.get(logits_TE.dtype, 0) if plain and given is None else 0
     tokens = 4 if low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS else 1
     launch(
         route_kernel, (triton.cdiv(T, tokens),),
         logits_TE, logits_TE.stride(0), T, bias_E, per_expert_scale_E, weights_TK, ids_TK,
+        given, *ring,
         E=E, K=top_k, ROUTER=router,
         BT=tokens, BE=max(2, triton.next_power_of_2(E)), BK=triton.next_power_of_2(top_k),
         LOW=low, num_warps=tokens, **pdl_options(logits_TE),
