@@ -12,6 +12,7 @@ from moe_ops.checks.shapes import DTYPES
 from moe_ops.ops.route import route
 from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import (
+    FUNCTIONAL,
     RESHAPES,
     Mismatch,
     arg,
@@ -40,7 +41,9 @@ def lift_router(graph: fx.Graph, context: Context) -> int:
     lifted = 0
     for ids_user, weights_user in list(_layers(graph)):
         ids, weights = arg(ids_user, "ids_TK"), arg(weights_user, "weights_TK")
-        if _is_routed(ids):
+        ours = _routed(ids)
+        if ours is not None:
+            lifted += _read_uncast(graph, ids_user, ids, ours)
             continue
         try:
             require(peel(ids).op != "placeholder", OUTSIDE)
@@ -70,10 +73,28 @@ def _layers(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
             yield node, node
 
 
-def _is_routed(ids: Any) -> bool:
+def _routed(ids: Any) -> fx.Node | None:
+    """The ids of a router that is an op of ours, which these are but for casts and reshapes."""
     while is_call(ids, *RESHAPES, prims.convert_element_type.default):
         ids = ids.args[0]
-    return bool(ids.args) and is_call(ids.args[0], ops.route.default)
+    source: Any = ids.args[0] if ids.args else None
+    if is_call(source, FUNCTIONAL):  # one that writes to rings
+        routes = source.args[0] is ops.route_recording.default
+    else:
+        routes = is_call(source, ops.route.default, ops.route_replaying.default)
+    return ids if routes else None
+
+
+def _read_uncast(graph: fx.Graph, user: fx.Node, ids: fx.Node, ours: fx.Node) -> int:
+    """Have an op read ids as a router of ours gives them, in int32, where no more than their width
+    was changed: transformers wants int64, and a cast is a launch. Returns whether it does."""
+    if ids is ours or tensor(ids).shape != tensor(ours).shape:
+        return 0
+    user.replace_input_with(ids, ours)
+    while ids is not ours and not ids.users:
+        ids, unused = ids.args[0], ids  # type: ignore[assignment]
+        graph.erase_node(unused)
+    return 1
 
 
 def _verify(routing: Routing, weights: fx.Node) -> None:

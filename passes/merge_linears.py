@@ -17,6 +17,7 @@ from moe_ops.decode_ops.linears import DTYPES, MOST_ROWS, LinearsCall, refusal
 from moe_ops.kernels import gpus
 from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import (
+    FUNCTIONAL,
     Mismatch,
     aten,
     call,
@@ -36,7 +37,11 @@ from moe_ops.passes.rewriting.graph import (
 
 RULE = "merge_linears"
 PLAN = {"plan": "triton"}  # what `runs_kernels` asks for
-ROUTERS = tuple(getattr(op, name) for op in (ops.route, ops.moe) for name in op.overloads())
+ROUTERS = tuple(
+    getattr(op, name)
+    for op in (ops.route, ops.moe, ops.route_recording, ops.route_replaying)
+    for name in op.overloads()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,10 +170,17 @@ def _replace(graph: fx.Graph, out: fx.Node, y: fx.Node) -> None:
         if is_call(user, prims.convert_element_type.default) and operand(user, 1) is dtype:
             user.replace_all_uses_with(y)
             graph.erase_node(user)
-        elif is_call(user, *ROUTERS):  # which take logits of any dtype as float32
+        elif _routes(user):  # by logits of any dtype, taken as float32
             user.replace_input_with(out, y)
             given = fx.node.map_arg((user.args, user.kwargs), lambda n: n.meta["val"])
             user.meta["eager_input_vals"] = given
     if tensor(out).dtype is not dtype and out.users:
         y = insert(graph, prims.convert_element_type.default, (y, torch.float32), out)
     out.replace_all_uses_with(y)
+
+
+def _routes(node: fx.Node) -> bool:
+    """Whether a node calls a router, perhaps one that writes to rings."""
+    if is_call(node, FUNCTIONAL):
+        return node.args[0] in ROUTERS
+    return is_call(node, *ROUTERS)

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from moe_ops.passes.rewriting.context import Context
-from moe_ops.passes.rewriting.graph import layer_of
+from moe_ops.passes.rewriting.graph import FUNCTIONAL, layer_of
 from moe_ops.planning import tuned
 from moe_ops.planning.choose import Node, Rules, choose
 from moe_ops.registry.spec import NAMESPACE, OPS, REFERENCE, Op
 
 RULE = "pick_backend"
-FUNCTIONAL = torch.ops.higher_order.auto_functionalized_v2
 ORIGIN = ("nn_module_stack", "stack_trace", "from_node")  # where in the model a node comes from
 
 
@@ -82,7 +80,8 @@ def arguments_of(op: Op, node: fx.Node) -> tuple[Any, dict[str, Any]]:
     args, kwargs = values
     if not is_functional(node):
         return args, dict(kwargs)
-    written = {n: kwargs["_all_bases"][kwargs[f"_{n}_base_index"]] for n in op.arguments.mutated}
+    places = {n: kwargs[f"_{n}_base_index"] for n in op.arguments.mutated}
+    written = {n: None if i is None else kwargs["_all_bases"][i] for n, i in places.items()}
     return (), {n: a for n, a in kwargs.items() if not n.startswith("_")} | written
 
 

@@ -19,7 +19,8 @@ from moe_ops.planning.plan import Choice
 from moe_ops.registry.spec import OPS, REFERENCE
 
 CURVE = tuple(4**n for n in range(7))  # numbers of tokens to plot: 1 to 4096
-ROUTERS = ("moe", "route")  # what the lifted router of a layer ends up in
+# What the lifted router of a layer ends up in.
+ROUTERS = ("moe", "route", "route_recording", "route_replaying")
 PER_ROUTED_ROW = ("expert_gemm", "activate", "combine")  # of these a token has K rows
 # The ops that do most of the work.
 MAIN = ("moe", "experts_over_ranks", "experts", "experts_adapted", "expert_gemm")

@@ -20,6 +20,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from moe_ops.passes.rewriting.context import Context
 
 aten, prims, ops = torch.ops.aten, torch.ops.prims, torch.ops.moe_ops
+# What calls an op that writes to an argument, and gives what it would write as a result.
+FUNCTIONAL = torch.ops.higher_order.auto_functionalized_v2
 
 # Ops that keep all elements in row-major order: they change the shape at most.
 RESHAPES = frozenset(
