@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from moe_ops.published import from_checkpoint
     from moe_ops.quant.config import QuantConfig
     from moe_ops.quant.straight_through import fake_quantize
+    from moe_ops.recorded.models import record_routing, replay_routing
+    from moe_ops.recorded.routing import RecordedRouting
     from moe_ops.restricted import restrict_experts
 
 # Names that need transformers, or Inductor, or that few need, are imported when first asked for.
@@ -102,6 +104,8 @@ _LAZY = {
     "prepare": "moe_ops.prepared",
     **dict.fromkeys(("MoELayer", "Routing"), "moe_ops.layer"),
     **dict.fromkeys(("plan_halves", "two_halves"), "moe_ops.halves"),
+    **dict.fromkeys(("record_routing", "replay_routing"), "moe_ops.recorded.models"),
+    "RecordedRouting": "moe_ops.recorded.routing",
     "QuantConfig": "moe_ops.quant.config",
     "restrict_experts": "moe_ops.restricted",
 }
@@ -112,6 +116,7 @@ __all__ = [
     "MoELayer",
     "Op",
     "QuantConfig",
+    "RecordedRouting",
     "Routing",
     "__version__",
     "accumulate_into_main_grad",
@@ -157,7 +162,9 @@ __all__ = [
     "prepare",
     "quantize",
     "quantize_model",
+    "record_routing",
     "remove_adapter",
+    "replay_routing",
     "restore",
     "restrict_experts",
     "route",

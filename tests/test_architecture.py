@@ -57,6 +57,7 @@ MAY_IMPORT = {
     ),
     "planning": May(OP | {"kernels", "quant", "terminal"}),
     "halves": May(OP | {"layer", "planning"}),
+    "recorded": May(LOW | {"hf", "installed", "layer"}, frozenset({"torch", "safetensors"})),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(
         BACKEND | {"decode_ops", "installed", "main_grad", "prepared"},
@@ -98,14 +99,16 @@ MAY_IMPORT = {
     "exporting": May(OP | {"decode_ops", "hf", "quant"}, RUNTIMES),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
-        BACKEND | {"conformance", "exporting", "hf", "installed", "library", "passes"} | {"warm"},
+        BACKEND
+        | {"conformance", "exporting", "hf", "installed", "library", "passes"}
+        | {"recorded", "warm"},
         TRANSFORMERS,
     ),
     FACADE: May(
         BACKEND
         | {"fake_impls", "layer", "hf", "passes", "planning", "graphs", "generation", "compiler"}
         | {"exporting", "halves", "main_grad", "prepared", "published", "installed", "restricted"}
-        | {"decode_ops"}
+        | {"decode_ops", "recorded"}
     ),
 }
 

@@ -193,6 +193,8 @@ UNNAMED_PARAMETERS = {
         *(f"moe_ops/forward/kept.py: Continuing.{name}" for name in UPDATES),
         *(f"moe_ops/forward/kept.py: Stepping.{name}" for name in UPDATES),
         "moe_ops/hf/optimize.py: OptimizedRouter.forward",
+        "moe_ops/hf/routed.py: RecordingRouter.forward",
+        "moe_ops/hf/routed.py: ReplayingRouter.forward",
         "moe_ops/installed.py: refuse",
         "moe_ops/hf/stored.py: _refuse",
         "moe_ops/hf/pretrained.py: MoeOpsConfig.__init__",
@@ -214,6 +216,7 @@ UNNAMED_PARAMETERS = {
     },
     "the arguments of a model or a function that it is given": {
         "moe_ops/forward/loops.py: AroundLoops.__call__",
+        "moe_ops/generation/fallback.py: told_step",
         "moe_ops/generation/wide.py: with_last_states",
         "passes/inductor/layer_region.py: LayerRegion.__call__",
         "passes/inductor/layer_region.py: LayerRegion._run",

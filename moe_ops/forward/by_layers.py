@@ -34,6 +34,7 @@ from moe_ops.forward.regions import (
 )
 from moe_ops.interop.hooks import are_on_every_module, hooks_of
 from moe_ops.interop.switches import batch_of, boards_of, switches
+from moe_ops.interop.told import told_of
 from moe_ops.twin import Contents
 
 log = logging.getLogger("moe_ops")
@@ -109,11 +110,13 @@ class ByLayers:
         return self.forwards.with_room(lambda: self._run(args, kwargs))
 
     def _lay_out(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Have the adapters of the sequences of a call where its layers read them."""
+        """Have the adapters of the sequences of a call where its layers read them, and say who is
+        told of its sizes."""
         batch = batch_of(args, kwargs)
         for board in boards_of(self._switched):
             if batch is not None:
                 board.use(batch, batch)
+        self.forwards.told = told_of(self.model)
 
     def tell(self, reason: str) -> None:
         self.refused[reason] += 1

@@ -38,6 +38,7 @@ from moe_ops.graphs.cuda_graph import (
 from moe_ops.graphs.report import ForwardReport, of_sizes
 from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import TIMES, Lane, Lanes, Size, put
+from moe_ops.interop.told import Told
 
 KEPT = "keys and values"
 Decoder = Callable[..., Any]
@@ -93,6 +94,7 @@ class Forwards:
     ) -> None:
         self._lanes = Lanes(arena, capture, Forward)
         self.refused: Counter[str] = Counter()  # calls by the reason why no graph serves them
+        self.told: Told | None = None  # of the sizes of the call that runs
 
     def run(
         self,
@@ -162,6 +164,8 @@ class Forwards:
         if reason is None:
             size.graph, size.buffers, size.kept = None, {}, None
             size.make = like_output(out, call.tokens)
+            if self.told is not None:
+                self.told.try_out(len(call.ids), call.tokens)
             run = self._runner(size, decoders, config, call, out[STATES])
             reason = _difference(run, inputs)
         if reason is not None:
@@ -232,6 +236,8 @@ class Forwards:
 
     def _replayed(self, size: Forward, call: Call, config: Any) -> Any:
         self._fill(size, call)
+        if self.told is not None:
+            self.told.pad(len(call.ids), call.tokens)
         size.replay()
         assert size.make is not None
         S = call.ids.shape[1]

@@ -16,6 +16,7 @@ from transformers import CompileConfig
 from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.interop.hooks import Hooks, hooks_of
 from moe_ops.interop.switches import check_sequences_of
+from moe_ops.interop.told import begin, told_of
 
 CompileModel = Callable[[nn.Module], Callable[..., Any]]
 
@@ -78,6 +79,7 @@ class MayFallBack:
         if not torch.compiler.is_compiling():
             check_sequences_of(self, args, kwargs)  # type: ignore[arg-type]
             if falls_back(self):
+                begin(self, args, kwargs)  # type: ignore[arg-type]
                 return self._call_impl(*args, **kwargs)  # type: ignore[attr-defined]
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
@@ -85,7 +87,15 @@ class MayFallBack:
         is_never_compiled = "llama4" in self.config.model_type  # type: ignore[attr-defined]
         if compile_config is not None or is_never_compiled:
             return super().get_compiled_call(compile_config)  # type: ignore[misc]
-        return self._moe_ops_fallback.step_of(self)  # type: ignore[arg-type]
+        step = self._moe_ops_fallback.step_of(self)  # type: ignore[arg-type]
+        if told_of(self) is None:  # type: ignore[arg-type]
+            return step
+
+        def told_step(*args: Any, **kwargs: Any) -> Any:
+            begin(self, args, kwargs)  # type: ignore[arg-type]
+            return step(*args, **kwargs)
+
+        return told_step
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from moe_ops.forward.regions import plain_tensors
 from moe_ops.generation.prompts import Prompt
 from moe_ops.generation.steps import Code, Steps
 from moe_ops.generation.wide import WIDTHS, width_for
+from moe_ops.interop.told import told_of
 
 T = TypeVar("T")
 
@@ -204,6 +205,9 @@ class Lease(Cache):
         self.prompt = min(self.prompt, self.tokens)
         if tokens > 0:
             self.steps.go_back(tokens)
+            told = told_of(self.code.model)
+            if told is not None:
+                told.forget(tokens)
 
     @property
     def is_croppable(self) -> bool:

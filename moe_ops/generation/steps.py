@@ -30,6 +30,7 @@ from moe_ops.graphs.report import StepsReport
 from moe_ops.graphs.runner import Size, put
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.interop.switches import Board
+from moe_ops.interop.told import told_of
 from moe_ops.terminal import waiting_for
 
 log = logging.getLogger("moe_ops")
@@ -139,6 +140,9 @@ class Steps:
             captures=code.captures,
         )
         self._use_boards(prompt.size[0], prompt.size[0])
+        told = told_of(code.model)
+        if told is not None:
+            told.begin(*prompt.size, *prompt.size)
         with plain_tensors():
             self._lay_out(prompt.positions)
             if states:
@@ -190,6 +194,9 @@ class Steps:
         """The logits [B, 1, V] after one more token per sequence, valid until the next step."""
         batch = len(ids)
         self._use_boards(batch, self.rows)
+        told = told_of(code.model)
+        if told is not None:
+            told.begin(batch, 1, self.rows, 1)
         put(ids, self.ids[:batch])
         if batch < self.rows:
             self.ids[batch:].copy_(ids[:1].expand(self.rows - batch, -1))
@@ -206,6 +213,9 @@ class Steps:
         batch, n = ids.shape
         self._use_boards(batch, self.rows)
         wide = self._wide_for(n)
+        told = told_of(code.model)
+        if told is not None:
+            told.begin(batch, n, self.rows, wide.width)
         wide.put(ids)
         run = functools.partial(self.run_wide, code, wide)
         self._repeat(wide.graph, run, code, with_room, f" of {wide.width} tokens")

@@ -19,6 +19,7 @@ from moe_ops.checks.signature import described, did_you_mean
 from moe_ops.graphs.report import GraphReport
 from moe_ops.installed import inside_of_peft
 from moe_ops.interop.interrupts import call_compiled
+from moe_ops.interop.told import begin
 from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.inductor.sizes import call_oblivious
 from moe_ops.passes.rewriting.context import Options
@@ -120,6 +121,9 @@ class Compiled:
             return self._traced(*args, **kwargs)
         if self.before is not None:
             self.before()
+        model = getattr(self.function, "__self__", None)
+        if model is not None:
+            begin(model, args, kwargs)
         with one_call():
             out = self._run(*args, **kwargs)
         if self.after is not None:

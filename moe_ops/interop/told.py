@@ -1,0 +1,75 @@
+"""Who is told of each call of a model ahead of it: what records routings, and what replays them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+TOLD = "_moe_ops_told"  # of a model: who is told of its calls
+MOST_PADDED = 4096  # tokens of calls that are padded, to be captured
+
+
+class Told(Protocol):
+    """Who is told of the calls of a model.
+
+    A call has sequences and tokens of each. Its rows are those of its tokens, sequence by sequence,
+    in a batch of as many `rows` of `width` tokens: more where it is padded at its ends.
+    """
+
+    def begin(
+        self, batch: int, tokens: int, rows: int, width: int, *, may_grow: bool = False
+    ) -> None:
+        """A call comes. If it `may_grow` it may turn out to be padded, by an eighth of its tokens
+        and one for each sequence, and to be tried so before."""
+
+    def pad(self, rows: int, width: int) -> None:
+        """The call that comes is padded to these."""
+
+    def try_out(self, rows: int, width: int) -> None:
+        """What runs until the next call is this one again, as it would be padded."""
+
+    def forget(self, tokens: int) -> None:
+        """So many tokens of each sequence, the last ones, are taken back."""
+
+
+def told_of(model: nn.Module) -> Told | None:
+    """Who is told of a model's calls."""
+    return model.__dict__.get(TOLD)
+
+
+def begin(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Tell of a call of a compiled model that runs now, unless nobody is to be told. Raises
+    ValueError for a call without tokens."""
+    told = told_of(model)
+    if told is not None:
+        tell(told, args, kwargs, is_compiled=True)
+
+
+@torch.compiler.disable
+def tell(
+    told: Told, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_compiled: bool = False
+) -> None:
+    """Tell of a call with these arguments. Raises ValueError for one without tokens."""
+    sizes = sizes_of(args, kwargs)
+    if sizes is None:
+        raise ValueError(
+            "routings are recorded and replayed by tokens, and this call has none: give input_ids "
+            "[sequences, tokens], or inputs_embeds or x [..., tokens, width]"
+        )
+    is_small = sizes[0] * sizes[1] <= MOST_PADDED
+    told.begin(*sizes, *sizes, may_grow=is_compiled and is_small)
+
+
+def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The sequences and tokens of a call, or None: of ids [B, S], of floats [B, S, D] or [T, D]."""
+    named = (kwargs.get(name) for name in ("input_ids", "inputs_embeds"))
+    for x in (*named, *args, *kwargs.values()):
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            continue
+        if not x.is_floating_point():
+            return x.shape[0], x.shape[1]
+        return (1, x.shape[0]) if x.dim() == 2 else (x.shape[0], x.shape[1])
+    return None

@@ -1,0 +1,255 @@
+"""`record_routing` and `replay_routing`: contexts in which a model's routings are written down, or
+are those that were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from moe_ops.checks.options import check_flag, check_int, check_type
+from moe_ops.installed import inside_of_peft, is_transformers_model, require_transformers
+from moe_ops.interop.told import TOLD, Told, tell
+from moe_ops.recorded.ring import Rings
+from moe_ops.recorded.routing import MOST_EXPERTS, RecordedRouting
+from moe_ops.recorded.windows import Windows
+
+if TYPE_CHECKING:
+    from moe_ops.hf.routed import Routed
+
+TOKENS = 16384  # rows of a ring, unless said otherwise
+
+
+class Recording:
+    """The routings of a model that are being recorded."""
+
+    def __init__(self, rings: Rings) -> None:
+        self._rings = rings
+
+    def take(self) -> RecordedRouting:
+        """What was recorded since the last time, of the calls that were made. The host waits for
+        the device. It can be called after the context, too."""
+        return self._rings.take()
+
+    @property
+    def device_bytes(self) -> int:
+        """The memory of the device that recording holds, however many calls are made."""
+        return self._rings.nbytes
+
+
+class Replay:
+    """The record that a model's routers take."""
+
+    def __init__(self, windows: Windows, layers: list[Routed]) -> None:
+        self._windows, self._layers = windows, layers
+
+    @property
+    def calls_left(self) -> int:
+        """How many calls of the record were not replayed yet."""
+        return len(self._windows.recorded.calls) - self._windows.next_call
+
+    def rewind(self) -> None:
+        """Begin with the first call of the record again."""
+        self._windows.rewind()
+
+    def load(self, recorded: RecordedRouting) -> None:
+        """Take another record of the same model from its first call on. Nothing is compiled or
+        captured again. Raises TypeError or ValueError for a record that does not fit, before
+        anything changes."""
+        _check_fits(recorded, self._layers, weights=self._windows.weights_LSK is not None)
+        largest = max((batch * tokens for batch, tokens in recorded.calls), default=0)
+        if largest > self._windows.ids_LSK.shape[1]:
+            raise ValueError(
+                f"recorded has a call of {largest} tokens, and there is room for "
+                f"{self._windows.ids_LSK.shape[1]}; begin another replay_routing with it"
+            )
+        self._windows.load(recorded)
+
+
+@contextmanager
+def record_routing(
+    model: nn.Module, *, weights: bool = False, tokens: int = TOKENS
+) -> Iterator[Recording]:
+    """Inside, the experts of every token in every layer are written down:
+
+        with moe_ops.record_routing(model) as recording:
+            model.generate(input_ids, max_new_tokens=100)
+        recording.take().joined().save("routing.safetensors")
+
+    model: a model of transformers, the one that is called: what `compile` returned, or one that is
+    not compiled. All calls in the context are recorded: forwards, prompts and steps of `generate`,
+    captured ones, too, and training. Results stay as they are. weights: record routing weights,
+    too, in float32. tokens: rows of the rings on the device, `tokens * layers * top_k` numbers of
+    two bytes (of six with weights); a call has to fit into them, a compiled one of up to 4096
+    tokens twice, padded.
+
+    In inference the kernels that route write ids themselves. Of routers that need their own code,
+    for gradients or as no rule says what they compute, ids are copied by a launch of their own. The
+    host is told of each call; rings are emptied by asynchronous copies to pinned memory between
+    calls, so nothing waits, and no row is lost. Rows that pad a batch are left out, as are
+    candidates that assisted decoding takes back. Of beams the rows of calls are recorded, which
+    change places. Where compiled code is first called inside, and first called outside again, it is
+    looked up or compiled anew, and steps are captured anew.
+
+    Raises TypeError for other models, ValueError for a model without experts, for layers that
+    differ in experts or choices, for more experts than two bytes tell apart, for experts on several
+    devices, and for a model that is recorded or replayed already. A call of more tokens than the
+    rings have raises ValueError.
+    """
+    check_flag("weights", weights)
+    check_int("tokens", tokens, least=1)
+    layers = _layers_of(model)
+    from moe_ops.hf.routed import recording
+
+    first = layers[0]
+    rings = Rings(
+        tuple(layer.name for layer in layers), first.num_experts, first.top_k, tokens,
+        weights=weights, device=_device(layers),
+    )  # fmt: skip
+    swapped = recording(layers, rings.ids, rings.weights, rings.at)
+    with _told(model, rings, swapped):
+        yield Recording(rings)
+
+
+@contextmanager
+def replay_routing(
+    model: nn.Module, recorded: RecordedRouting, *, weights: bool = False
+) -> Iterator[Replay]:
+    """Inside, tokens go to the experts that were recorded for them:
+
+        with moe_ops.replay_routing(model, recorded.joined()):
+            loss = model(input_ids=text, labels=labels).loss
+
+    model: as of `record_routing`; it may be another copy of the model that was recorded, compiled
+    or not, in training or in `generate`. Its calls are those of the record, one by one, with the
+    same sequences and tokens. Weights are computed from the logits of now by each router's
+    definition, with its scores, sums and scales, and gradients reach the logits through them; with
+    `weights` the recorded ones are taken as well. Tokens of which nobody recorded experts are
+    routed as always.
+
+    Run the backward of a call before the next call where activations are checkpointed: what is
+    computed again reads the experts of the last call.
+
+    Raises TypeError or ValueError, and changes nothing, for other models, for a record of other
+    layers, experts or choices, without weights where these are asked for, and for routers that
+    cannot weigh given experts. A call of other sizes than the record's next one, and one more than
+    it has, raises ValueError.
+    """
+    check_flag("weights", weights)
+    layers = _layers_of(model)
+    _check_fits(recorded, layers, weights=weights)
+    from moe_ops.hf.routed import replay_refusal, replaying
+
+    for layer in layers:
+        reason = None if weights else replay_refusal(layer)
+        if reason is not None:
+            raise ValueError(
+                f"{layer.name} cannot weigh given experts: {reason}; record with weights=True and "
+                "replay these with weights=True"
+            )
+    windows = Windows.of(recorded, weights=weights, device=_device(layers))
+    swapped = replaying(layers, windows.ids_LSK, windows.weights_LSK)
+    with _told(model, windows, swapped):
+        yield Replay(windows, layers)
+
+
+@contextmanager
+def _told(model: nn.Module, told: Told, swapped: Any) -> Iterator[None]:
+    """A context in which somebody is told of a model's calls; then its modules are what they
+    were."""
+    inside = inside_of_peft(model)
+    vars(inside)[TOLD] = told
+    hooks = []
+    if not _is_compiled(inside):
+
+        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if module is inside:  # a twin of it has the hook, too
+                tell(told, args, kwargs)
+
+        hooks.append(inside.register_forward_pre_hook(before, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        vars(inside).pop(TOLD)
+        swapped.undo()
+
+
+def _layers_of(model: nn.Module) -> list[Routed]:
+    check_type("model", model, nn.Module, "a model of transformers")
+    inside = inside_of_peft(model)
+    if not is_transformers_model(inside):
+        raise TypeError(
+            f"model must be a model of transformers, got {type(model).__name__}; of other models "
+            "call moe_ops.route_recording and route_replaying in the place of route"
+        )
+    require_transformers("routings of a model of transformers")
+    from moe_ops.hf.routed import routed_of
+
+    if TOLD in vars(inside):
+        raise ValueError(
+            f"routings of this {type(model).__name__} are recorded or replayed already; leave the "
+            "context around this one first"
+        )
+    layers = routed_of(inside)
+    if not layers:
+        raise ValueError(f"this {type(model).__name__} has no experts, and so no routing")
+    for name, numbers in (
+        ("experts", {layer.num_experts for layer in layers}),
+        ("choices", {layer.top_k for layer in layers}),
+    ):
+        if len(numbers) > 1:
+            raise ValueError(
+                f"layers have other numbers of {name} each, {sorted(numbers)}, and a record has "
+                "one for all"
+            )
+    if layers[0].num_experts > MOST_EXPERTS:
+        raise ValueError(
+            f"the model has {layers[0].num_experts} experts, and two bytes tell {MOST_EXPERTS} "
+            "apart"
+        )
+    return layers
+
+
+def _check_fits(recorded: RecordedRouting, layers: list[Routed], *, weights: bool) -> None:
+    """Raise TypeError or ValueError unless a record is one of a model with such layers."""
+    check_type("recorded", recorded, RecordedRouting, "what record_routing recorded, or was loaded")
+    first = layers[0]
+    for what, of_record, of_model in (
+        ("layers of experts", len(recorded.layers), len(layers)),
+        ("experts", recorded.num_experts, first.num_experts),
+        ("choices", recorded.top_k, first.top_k),
+    ):
+        if of_record != of_model:
+            raise ValueError(
+                f"recorded has {of_record} {what}, and the model {of_model}; replay a record of "
+                "the same model"
+            )
+    if weights and recorded.weights_TLK is None:
+        raise ValueError(
+            "recorded has no weights; record with weights=True, or leave weights out, and they are "
+            "computed from the logits"
+        )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Whether `compile` made a model, whose calls tell by themselves."""
+    call = type(getattr(model, "_compiled_call_impl", None))
+    return "_moe_ops_fallback" in vars(model) or call.__module__.startswith("moe_ops.")
+
+
+def _device(layers: list[Routed]) -> torch.device:
+    """Where the experts are. Raises ValueError if that is in several places."""
+    held = (chain(m.experts.parameters(), m.experts.buffers()) for m in layers)
+    devices = {t.device for tensors in held for t in tensors}
+    if len(devices) != 1:
+        raise ValueError(
+            f"experts are on {', '.join(sorted(map(str, devices)))}, and a record is on one; load "
+            "the model onto one device"
+        )
+    return devices.pop()
