@@ -26,6 +26,7 @@ from moe_ops.checks.signature import did_you_mean
 from moe_ops.conformance import command as conformance
 from moe_ops.exporting import command as export
 from moe_ops.library import command as library
+from moe_ops.recorded import command as routing
 
 ABOUT = """\
 Shows what moe_ops would make of a Hugging Face model: its MoE regions, what each was lifted from,
@@ -85,6 +86,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return conformance.run(top, args)
     if args.command == library.NAME:
         return library.run(top, args)
+    if args.command == routing.NAME:
+        return routing.run(top, args)
     if args.command == "warm":
         return warm(top, args)
     if args.command == "export":
@@ -219,6 +222,7 @@ def parser() -> argparse.ArgumentParser:
     add_warm(commands)
     conformance.add(commands)
     library.add(commands)
+    routing.add(commands)
     export.add(commands, positive)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
