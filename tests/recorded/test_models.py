@@ -199,6 +199,24 @@ def test_captured_prompts_and_steps_replay(batch: int) -> None:
     assert not torch.equal(want, own)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"prefill_chunk_size": 3}, {"output_hidden_states": True, "return_dict_in_generate": True}],
+    ids=["in_parts", "own_code"],
+)
+def test_generate_that_is_transformers_own_is_recorded(more: dict[str, Any]) -> None:
+    model = tiny()
+    twin, ids = twin_of(model), text(2, 6)
+    with moe_ops.record_routing(model) as recording:
+        model.generate(ids, **PLAIN, **more)
+    want = recording.take()
+    with moe_ops.record_routing(twin) as recording:
+        twin.generate(ids, **PLAIN, **more)
+    got = recording.take()
+    assert got.calls == want.calls
+    assert torch.equal(got.ids_TLK, want.ids_TLK)
+
+
 def test_candidates_that_are_taken_back_are_not_recorded() -> None:
     model = tiny()
     twin = twin_of(model)
