@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 import moe_ops
 from moe_ops.passes.merge_linears import merge_linears
 from moe_ops.passes.rewriting.context import Context, Options
+from moe_ops.passes.rewriting.graph import FUNCTIONAL
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
 from tests import decoding
 from tests.chosen import in_turn
@@ -267,6 +268,32 @@ def test_a_router_takes_logits_as_they_are() -> None:
     assert dtypes == [BF16, BF16]
     want, places = moe_ops.route(linear(x, weight), 2)
     assert torch.equal(ids, places)
+    assert_close(weights, want, ROUNDED)
+
+
+@pytest.mark.usefixtures("decomposed")
+def test_a_router_that_writes_to_rings_does_too() -> None:
+    weight = nn.Parameter(torch.randn(24, 16, dtype=BF16), requires_grad=False)
+    dtypes = []
+
+    def route(x: Tensor, w: Tensor, ids: Tensor, at: Tensor) -> Any:
+        return moe_ops.route_recording(linear(x, w), 2, ids, at)
+
+    def look(graph: fx.Graph) -> None:
+        (node,) = graph.find_nodes(op="call_function", target=FUNCTIONAL)
+        logits = node.kwargs["logits_TE"]
+        node.replace_input_with(logits, logits.args[0])
+        assert merge_linears(graph, Context()) == 1
+        graph.eliminate_dead_code()
+        logits, (_, seen) = node.kwargs["logits_TE"], node.meta["eager_input_vals"]
+        dtypes.extend((logits.meta["val"].dtype, seen["logits_TE"].dtype))
+
+    x, ring = torch.randn(1, 16, dtype=BF16), torch.full((4, 2), -1, dtype=torch.int16)
+    weights, ids = Compiled(route, look)(x, weight, ring, torch.tensor([3]))
+    assert dtypes == [BF16, BF16]
+    want, places = moe_ops.route(linear(x, weight), 2)
+    assert torch.equal(ids, places)
+    assert torch.equal(ring[3:].int(), places)
     assert_close(weights, want, ROUNDED)
 
 
