@@ -3,6 +3,7 @@ captures."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -97,6 +98,49 @@ def test_experts_are_given_what_was_recorded(family: str) -> None:
         with moe_ops.replay_routing(model, given, weights=True), torch.no_grad():
             got = model(text(2, 3)).logits
         assert torch.equal(got, want) == (factor == 1.0)
+
+
+def quantized(model: nn.Module) -> nn.Module:
+    moe_ops.quantize_model(model, "int8_w8a16", progress=False)
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    "made", [moe_ops.optimize, quantized, lambda model: moe_ops.optimize(quantized(model))],
+    ids=["optimized", "quantized", "both"],
+)  # fmt: skip
+def test_optimized_and_quantized_models(family: str, made: Any) -> None:
+    model, ids = made(tiny(family)), text(2, 5)
+    with torch.no_grad():
+        want = model(ids).logits
+        with moe_ops.record_routing(model, weights=True) as recording:
+            assert torch.equal(model(ids).logits, want)
+        record = recording.take()
+        with moe_ops.replay_routing(model, record, weights=True):
+            assert torch.equal(model(ids).logits, want)
+        with moe_ops.replay_routing(model, record):
+            assert_close(model(ids).logits, want, TOL["moe", F32])
+        assert torch.equal(model(ids).logits, want)
+
+
+def test_autocast() -> None:
+    model, ids = tiny(), text(2, 5)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        want = model(ids).logits
+        with moe_ops.record_routing(model) as recording:
+            assert torch.equal(model(ids).logits, want)
+        with moe_ops.replay_routing(model, recording.take()):
+            assert_close(model(ids).logits, want.float(), TOL["moe", torch.bfloat16])
+
+
+def test_a_copy_of_a_recorded_model_is_not_recorded() -> None:
+    model = tiny()
+    with moe_ops.record_routing(model) as recording, torch.no_grad():
+        copied = copy.deepcopy(model)
+        copied(text(1, 3))
+    assert recording.take().tokens == 0
+    assert [type(m) for m in copied.modules()] == [type(m) for m in model.modules()]
 
 
 def test_tokens_without_a_record_are_routed_by_themselves() -> None:
