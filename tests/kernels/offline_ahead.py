@@ -37,6 +37,8 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.experts_adapted import ExpertsAdaptedCall, experts_adapted
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.ops.route import RouteCall, route
+from moe_ops.ops.route_recording import RouteRecordingCall, route_recording
+from moe_ops.ops.route_replaying import RouteReplayingCall, route_replaying
 from moe_ops.planning import choose
 from moe_ops.planning.plan import written
 from moe_ops.testing import LAYERS
@@ -82,6 +84,19 @@ def _routed(T: int) -> RouteCall:
     return route.call(logits_TE, 8, renormalize=True)
 
 
+def _recorded(T: int) -> RouteRecordingCall:
+    logits_TE = torch.empty(T, 128, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(9999, 8, dtype=torch.int16, device="meta")
+    at = torch.empty(1, dtype=torch.int64, device="meta")
+    return route_recording.call(logits_TE, 8, ids, at, ring_weights_SK=ids.float())
+
+
+def _replayed(T: int) -> RouteReplayingCall:
+    logits_TE = torch.empty(T, 128, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(9999, 8, dtype=torch.int16, device="meta")
+    return route_replaying.call(logits_TE, 8, ids, renormalize=True)
+
+
 def _quantized(format: str) -> Callable[[int], QuantizeCall]:
     def call(R: int) -> QuantizeCall:
         return quantize.call(torch.empty(R, 768, dtype=torch.bfloat16, device="meta"), format)
@@ -124,6 +139,7 @@ CALLS: dict[str, tuple[Any, Callable[[int], Any]]] = {
         experts_adapted, _adapted(codes("qwen3_30b", "int4:1x128:bfloat16"), 16, 2),
     ),
     "route": (route, _routed),
+    "route recorded": (route_recording, _recorded), "route replayed": (route_replaying, _replayed),
     "quantize by group": (quantize, _quantized("float8_e4m3fn:1x128")),
     "quantize by tensor": (quantize, _quantized("int8:tensor")),
     "quantize to mxfp4": (quantize, _quantized("mxfp4")),

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = "tests.kernels.offline_ahead"
 
 # Calls of `offline_ahead.py`, with the rows of the first one.
-FLOATS = ("qwen3_30b", "onto", "route")
+FLOATS = ("qwen3_30b", "onto", "route", "route recorded", "route replayed")
 ADAPTED = ("qwen3_30b adapted", "olmoe adapted apart", "qwen3_30b int4 adapted")
 CODES = ("qwen3_30b mxfp4", "dsv3_ep8 float8 with float8", "quantize by tensor")
 OTHER_FLOATS = (

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 pytest.importorskip("triton")
 from triton.runtime.interpreter import InterpretedFunction
 
-from moe_ops import experts, route
+from moe_ops import experts, route, route_recording, route_replaying
 from moe_ops.backends import triton as backends
 from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.experts.schedule import sort
@@ -161,6 +161,34 @@ def test_routers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         call = arguments(ROUTERS[name])
         call["logits_TE"] = torch.randn_like(call["logits_TE"])
         check(functools.partial(route.backends["triton"].run, route.call(**call)), monkeypatch)
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])
+def test_routers_that_write_to_rings_and_take_ids(
+    weights: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording, replaying = (op.backends["triton"] for op in (route_recording, route_replaying))
+    for at in (2, 7):
+        call = arguments(ROUTERS["lfm2"])
+        T, K = len(call["logits_TE"]), call["top_k"]
+        ids = torch.full((T + 2, K), -1, dtype=torch.int16)
+        kept = torch.full((T + 2, K), -1.0) if weights else None
+        more = {"at": torch.tensor([at]), "ring_ids_SK": ids, "ring_weights_SK": kept}
+
+        def record(call: Any, rings: list[Tensor]) -> Any:
+            for ring in rings:
+                ring.fill_(-1)
+            version = rings[0]._version
+            out = recording.run(call)
+            assert rings[0]._version > version
+            return (*out, *(ring.clone() for ring in rings))
+
+        rings = [t for t in (ids, kept) if t is not None]
+        record_call = route_recording.call(**call, **more)
+        check(functools.partial(record, record_call, rings), monkeypatch)
+        assert int((ids >= 0).sum()) == T * K
+        given = {**call, "given_ids_SK": ids}
+        check(functools.partial(replaying.run, route_replaying.call(**given)), monkeypatch)
 
 
 @pytest.mark.parametrize("h_scales", [1, 5])
