@@ -33,7 +33,7 @@ from moe_ops.registry.gradients import needs_grad
 NAME = "triton"
 # How many rows kernels of inputs of 8 bits are picked for, where one is expected. The limits of
 # `experts` are for pairs, of which those of other ranks take no time, and half of them are for two
-# ranks. On two H200 (`benchmarks/results/ep_batched_h200.json`) DeepSeek-V3's share with 8
+# ranks. On two H200 (`bench ep --modes push batched`, 333787b) DeepSeek-V3's share with 8
 # rows an expert took 418 µs by rows/stream, and by push, which picks rows, 365; Qwen3-30B with 16
 # took 148 by rows and 134 by grouped/blocks. Floats take their limits as they are.
 PICKED_FOR = 2

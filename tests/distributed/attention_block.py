@@ -32,7 +32,9 @@ class Block(nn.Module):
         qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)
         q, k, v = qkv.unbind(2)
         causal = attention_mask is None
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, is_causal=causal)
+        seen = v  # of no sequences torch 2.11 gives None on a GPU
+        if len(x):
+            seen = F.scaled_dot_product_attention(q, k, v, attention_mask, is_causal=causal)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         tokens = self.norms[1](x)
         found: Tensor = x + self.experts(tokens, self.router(tokens))
