@@ -64,9 +64,6 @@ from moe_ops.kernels.triton.experts.operands import (
 )
 from moe_ops.kernels.triton.experts.products import grouped_plain, register_stream, rows, tiny
 from moe_ops.kernels.triton.experts.schedule import combine, sort
-from moe_ops.ops.route import route
-from moe_ops.ops.route_recording import route_recording
-from moe_ops.ops.route_replaying import route_replaying
 from moe_ops.testing import ACTIVATIONS, LAYERS
 from tests.kernels.cubins import nans_of_zeros, usage
 from tests.kernels.offline_adapters import calls_with_adapters
@@ -75,9 +72,10 @@ from tests.kernels.offline_floats import layer_call
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_linears import calls_of_linears
 from tests.kernels.offline_ranks import experts_in_batches, in_batches, over_ranks, pushed, summed
+from tests.kernels.offline_routers import many_routed, recorded, routed
 from tests.kernels.offline_states import WITH_STATES, with_states
 from tests.kernels.offline_training import WITH_TRAINING, calls_of_training
-from tests.published_routers import ROUTERS, Router, arguments
+from tests.published_routers import ROUTERS
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
@@ -369,27 +367,6 @@ def projected(
         linears.run_normed(empty(T, K), added, empty(K), 1e-6, weights, given, shift)
     else:
         linears.run(empty(T, K), weights, given)
-
-
-def routed(router: Router, dtype: torch.dtype, op: Any = route, **more: Tensor) -> None:
-    given = arguments(router, dtype).items()
-    call = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in given}
-    op.backends["triton"].run(op.call(**call, **more))
-
-
-def recorded(router: Router, dtype: torch.dtype) -> None:
-    """Launch a router that writes ids and weights to rings, and one that takes ids."""
-    K = arguments(router, dtype)["top_k"]
-    ids = torch.empty(9999, K, dtype=torch.int16, device="meta")
-    at = torch.empty(1, dtype=torch.int64, device="meta")
-    rings = {"ring_ids_SK": ids, "ring_weights_SK": ids.float(), "at": at}
-    routed(router, dtype, route_recording, **rings)
-    routed(router, dtype, route_replaying, given_ids_SK=ids)
-
-
-def many_routed(case: Any) -> None:
-    logits = torch.empty(routing.MANY_TOKENS, case.E, dtype=torch.bfloat16, device="meta")
-    route.backends["triton"].run(route.call(logits, case.K, renormalize=True))
 
 
 def layer(case: Any, backend: str, T: int, full: bool, **more: Any) -> None:
