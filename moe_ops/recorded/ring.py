@@ -121,10 +121,10 @@ class Rings:
         Raises RuntimeError where a layer saw other tokens than the calls had, as those of pictures
         are: which rows are whose nobody knows then.
         """
+        self._wait()  # for all streams: calls may have run on others
         strays = self._strays()
         self._empty()
-        if self.at.is_cuda:
-            torch.cuda.current_stream(self.at.device).synchronize()
+        self._wait()
         rows_T, calls = self._rows(), tuple((c.batch, c.tokens) for c in self._calls)
         ids_LTK = torch.cat([c.ids for c in self._chunks], 1) if self._chunks else None
         weights = None
@@ -152,6 +152,10 @@ class Rings:
             layers=self.layers,
             num_experts=self.num_experts,
         )
+
+    def _wait(self) -> None:
+        if self.at.is_cuda:
+            torch.cuda.synchronize(self.at.device)
 
     def _strays(self) -> list[str]:
         """The layers that wrote behind the last call."""
