@@ -43,7 +43,7 @@ def lift_router(graph: fx.Graph, context: Context) -> int:
         ids, weights = arg(ids_user, "ids_TK"), arg(weights_user, "weights_TK")
         ours = _routed(ids)
         if ours is not None:
-            lifted += _read_uncast(graph, ids_user, ids, ours)
+            _read_uncast(graph, ids_user, ids, ours)
             continue
         try:
             require(peel(ids).op != "placeholder", OUTSIDE)
@@ -85,16 +85,15 @@ def _routed(ids: Any) -> fx.Node | None:
     return ids if routes else None
 
 
-def _read_uncast(graph: fx.Graph, user: fx.Node, ids: fx.Node, ours: fx.Node) -> int:
+def _read_uncast(graph: fx.Graph, user: fx.Node, ids: fx.Node, ours: fx.Node) -> None:
     """Have an op read ids as a router of ours gives them, in int32, where no more than their width
-    was changed: transformers wants int64, and a cast is a launch. Returns whether it does."""
+    was changed: transformers wants int64, and a cast is a launch."""
     if ids is ours or tensor(ids).shape != tensor(ours).shape:
-        return 0
+        return
     user.replace_input_with(ids, ours)
     while ids is not ours and not ids.users:
         ids, unused = ids.args[0], ids  # type: ignore[assignment]
         graph.erase_node(unused)
-    return 1
 
 
 def _verify(routing: Routing, weights: fx.Node) -> None:

@@ -128,6 +128,12 @@ def parameters(text: str) -> dict[str, tuple[str, str | None]]:
     return {name: (kind, default) for kind, group in _by_kind(node.args) for name, default in group}
 
 
+def read(source: str, name: str) -> dict[str, tuple[str, str | None]] | None:
+    """The `parameters` of a function in a source, named as in PLACES; None: it is not there."""
+    node = _functions(source).get(name)
+    return None if node is None else parameters(taken(node.args))
+
+
 def members(source: str, name: str) -> dict[str, int]:
     """The members of an enumeration with plain numbers, or tuples of one."""
     (node,) = (n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)

@@ -225,7 +225,6 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
     step = 1 if all else 3
     for name, router in ROUTERS.items():
         yield f"{name} route", lambda r=router: routed(r, DTYPE_OF[capability])
-        yield f"{name} recorded", lambda r=router: recorded(r, DTYPE_OF[capability])
     for backend, T in (("tiny", 4), ("rows", 64), ("grouped", 4096)):
         case = LAYERS["gpt_oss_20b"]
         others = [{"dtype": torch.float16}, {"transposed": True}][::step]
@@ -258,6 +257,8 @@ def calls(capability: int, all: bool) -> Iterator[tuple[str, Callable[[], Any]]]
             yield f"{name} {backend}", call
     for shape in ATTENTION[::step]:
         yield f"eight queries {shape}", lambda s=shape: attended(*s, queries=8)
+    for name, router in ROUTERS.items():
+        yield f"{name} recorded", lambda r=router: recorded(r, DTYPE_OF[capability])
 
 
 def calls_over_ranks(capability: int) -> Iterator[tuple[str, Callable[[], Any]]]:
