@@ -38,12 +38,13 @@ ops = torch.ops.moe_ops
 
 def lift_router(graph: fx.Graph, context: Context) -> int:
     """Turn what computes the ids and weights of an expert layer into one call of `route`."""
-    lifted = 0
+    lifted, there = 0, set(graph.nodes)
     for ids_user, weights_user in list(_layers(graph)):
         ids, weights = arg(ids_user, "ids_TK"), arg(weights_user, "weights_TK")
         ours = _routed(ids)
         if ours is not None:
-            _read_uncast(graph, ids_user, ids, ours)
+            # Of one that was lifted for a layer before it is told already.
+            lifted += _read_uncast(graph, ids_user, ids, ours) and ours in there
             continue
         try:
             require(peel(ids).op != "placeholder", OUTSIDE)
@@ -85,15 +86,16 @@ def _routed(ids: Any) -> fx.Node | None:
     return ids if routes else None
 
 
-def _read_uncast(graph: fx.Graph, user: fx.Node, ids: fx.Node, ours: fx.Node) -> None:
+def _read_uncast(graph: fx.Graph, user: fx.Node, ids: fx.Node, ours: fx.Node) -> bool:
     """Have an op read ids as a router of ours gives them, in int32, where no more than their width
-    was changed: transformers wants int64, and a cast is a launch."""
+    was changed: transformers wants int64, and a cast is a launch. Returns whether it does."""
     if ids is ours or tensor(ids).shape != tensor(ours).shape:
-        return
+        return False
     user.replace_input_with(ids, ours)
     while ids is not ours and not ids.users:
         ids, unused = ids.args[0], ids  # type: ignore[assignment]
         graph.erase_node(unused)
+    return True
 
 
 def _verify(routing: Routing, weights: fx.Node) -> None:
