@@ -279,6 +279,7 @@ def test_by_default_a_graph_of_a_gpu_stays_in_order_and_says_why() -> None:
     assert note.text == streams.SLOWER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["deepseek_v3", pytest.param("qwen2_moe", marks=pytest.mark.every)]
 )

@@ -106,9 +106,8 @@ def test_generate_is_recorded_and_replayed() -> None:
     assert not torch.equal(moved, want)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.every)]
-)
+@pytest.mark.every  # eager training takes them in test_models.py
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_training_takes_what_was_recorded(family: str) -> None:
     model, twin = pair(family)
     ids = text(2, 6)
