@@ -159,18 +159,22 @@ def _begin(
 ) -> Tensor:
     if not x.is_cuda:
         return shared_expert(x, w13, w2_DI, gate_1D, kind)
-    key, _, _ = _both(x.device, AHEAD)
+    key, here, there = _both(x.device, AHEAD)
+    there.wait_stream(here)
     _begun[key] = x.data_ptr()
-    with torch.cuda.stream(fork(x.device, AHEAD)):
+    with torch.cuda.stream(there):
         return shared_expert(x, w13, w2_DI, gate_1D, kind)
 
 
 def _await(shared: Tensor, x: Tensor, routed: Tensor) -> None:
     if x.is_cuda:
-        key, _, _ = _both(x.device, AHEAD)
-        same = _begun.pop(key) == x.data_ptr()
-        assert same, "the tokens that a graph holds are a copy of those that are read"
-        join(x.device, AHEAD)
+        key, here, there = _both(x.device, AHEAD)
+        if _begun.pop(key) != x.data_ptr():
+            raise RuntimeError(
+                "the tokens that a graph holds are a copy of those that are read, whose memory may "
+                "be given away; compile without beside=True, and report it"
+            )
+        here.wait_stream(there)
 
 
 def _fake_begin(

@@ -229,6 +229,14 @@ def compiled(rank: int, world: str) -> None:
         run(torch.randn(9 - rank, 64), torch.randn(9 - rank, 6))
 
 
+def one_of_four(group: str) -> MoELayer:
+    """A layer without memory, for graphs that are traced and not run."""
+    return MoELayer(
+        **SIZES, parallel=ParallelConfig.of(dp=4, expert_parallel=True), tokens="own",
+        group=group, max_num_tokens=MOST, internal_gate=True, device="meta",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("rows", "parts"), [(None, 1), (4, 1), (5, 2), (12, 3)])
 def test_a_graph_holds_all_parts(rows: int | None, parts: int) -> None:
     found = []
@@ -239,10 +247,7 @@ def test_a_graph_holds_all_parts(rows: int | None, parts: int) -> None:
 
     torch.compiler.reset()
     with fake_group(4) as group, torch.no_grad():
-        layer = MoELayer(
-            **SIZES, parallel=ParallelConfig.of(dp=4, expert_parallel=True), tokens="own",
-            group=group, max_num_tokens=MOST, internal_gate=True, device="meta",
-        )  # fmt: skip
+        layer = one_of_four(group)
         compiled = torch.compile(layer, fullgraph=True, backend=keep)
         assert compiled(torch.empty(3, 64, device="meta"), rows=rows).shape == (3, 64)
     assert len(found) == parts
@@ -259,10 +264,7 @@ def test_a_graph_holds_parts_of_no_tokens_and_their_order(tokens: int) -> None:
 
     torch.compiler.reset()
     with fake_group(4) as group, torch.no_grad():
-        layer = MoELayer(
-            **SIZES, parallel=ParallelConfig.of(dp=4, expert_parallel=True), tokens="own",
-            group=group, max_num_tokens=MOST, internal_gate=True, device="meta",
-        )  # fmt: skip
+        layer = one_of_four(group)
         run = torch.compile(layer, fullgraph=True, backend=keep)
         assert run(torch.empty(tokens, 64, device="meta"), rows=12).shape == (tokens, 64)
     assert (found["kept"], found["after"]) == (3, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,23 @@ def matrix(g: torch.Generator, rows: int, columns: int, nested: bool, kind: str 
 
 def write(folder: Path, nested: bool) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
+
+    def made(shard: str, e: int) -> tuple[dict[str, Tensor], Tensor]:
+        sizes = (D, I) if shard == "w2" else (I, D)
+        return matrix(g, *sizes, nested, "fp4" if e else "nf4")
+
+    return write_layer(folder, made)
+
+
+def write_layer(
+    folder: Path, made: Callable[[str, int], tuple[dict[str, Tensor], Tensor]]
+) -> dict[str, Tensor]:
+    """A layer of matrices that are made for each shard and expert, and what these stand for."""
     entries, values = {}, {}
     for shard, projection in PROJECTIONS.items():
-        made = [
-            matrix(g, *((D, I) if shard == "w2" else (I, D)), nested, "fp4" if e else "nf4")
-            for e in range(E)
-        ]
-        values[shard] = torch.stack([value for _, value in made])
-        for e, (parts, _) in enumerate(made):
+        of_experts = [made(shard, e) for e in range(E)]
+        values[shard] = torch.stack([value for _, value in of_experts])
+        for e, (parts, _) in enumerate(of_experts):
             for suffix, t in parts.items():
                 entries[f"{PREFIX}.experts.{e}.{projection}.{suffix}"] = t
     store(folder, entries, CONFIG)
@@ -265,15 +275,7 @@ WIDE = {"w1": (128, 64), "w2": (64, 128), "w3": (128, 64)}
 def write_nf4(folder: Path, nested: bool) -> dict[str, Tensor]:
     """A layer of the sizes of WIDE, and what its weights stand for in float32."""
     g = torch.Generator().manual_seed(0)
-    entries, values = {}, {}
-    for shard, projection in PROJECTIONS.items():
-        made = [nf4_matrix(g, *WIDE[shard], nested) for _ in range(E)]
-        values[shard] = torch.stack([value for _, value in made])
-        for e, (parts, _) in enumerate(made):
-            for suffix, t in parts.items():
-                entries[f"{PREFIX}.experts.{e}.{projection}.{suffix}"] = t
-    store(folder, entries, CONFIG)
-    return values
+    return write_layer(folder, lambda shard, _: nf4_matrix(g, *WIDE[shard], nested))
 
 
 @pytest.mark.parametrize("split", SPLITS)
