@@ -13,6 +13,7 @@
 #                  transformers that is installed; FAMILIES="mixtral gpt_oss" runs these alone
 #   make export-tests  files of every runtime that we export to, in an environment with all of them
 #   make families  which layers of which model family the passes find, with every torch we support
+#   make docs      the site, into build/site; a warning or a dead link fails it
 #   make bench     the op overhead and one layer, against transformers' own
 #
 # TORCH names the torch to install where none (2.11 or newer) can be imported; PYTHON the interpreter to start from.
@@ -25,7 +26,7 @@ OLDEST := transformers==5.17.0
 JOBS ?= 1
 TORCHES := torch==2.11.0 torch==2.13.0 torch==2.14.1
 
-.PHONY: demo test test-all check golden gpu gpu-families test-oldest peer-tests export-tests families bench clean
+.PHONY: demo test test-all check golden gpu gpu-families test-oldest peer-tests export-tests families docs bench clean
 
 demo: $(VENV)/.ready-hf
 	@$(RUN) examples/quickstart.py $(if $(QUANT),--quant $(QUANT)) $(if $(BATCH),--batch $(BATCH))
@@ -52,6 +53,10 @@ gpu: $(VENV)/.ready
 gpu-families: $(VENV)/.ready
 	@$(RUN) -m tests.hf.gpu_families --jobs $(JOBS); status=$$?; \
 		$(RUN) -m tests.hf.gpu_families --write && exit $$status
+
+docs: $(VENV)/.ready-docs
+	@$(RUN) -m sphinx -W --keep-going -n -q -j auto -c docs/site -d build/doctrees . build/site
+	@echo "[docs] build/site/index.html"
 
 bench: $(VENV)/.ready
 	@$(RUN) -m moe_ops.bench
@@ -88,6 +93,10 @@ $(VENV)/.ready: pyproject.toml .ci/setup_venv.sh
 
 $(VENV)/.ready-dev: $(VENV)/.ready
 	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[test,dev]"
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready-hf
+	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[hf,docs]"
 	@touch $@
 
 # What transformers' tests import besides.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # commands.py, docstrings.py
+sys.path.insert(0, str(Path(__file__).parent))  # the modules beside this one
 
 project = html_title = "moe_ops"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "commands", "docstrings"]
@@ -21,13 +21,13 @@ exclude_patterns = [
 ]  # fmt: skip
 
 myst_heading_anchors = 4  # links to headings, by the names that they have elsewhere
-myst_links_external_new_tab = False
 
 autodoc_default_options = {"member-order": "bysource"}
 autodoc_preserve_defaults = True  # as they are written, not a record in full
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
 nitpick_ignore_regex = [(r"py:class", r".*")]  # types in signatures, most of them torch's
 
 html_theme = "furo"

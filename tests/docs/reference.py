@@ -27,7 +27,9 @@ def documented(text: str) -> dict[str, str]:
 def examples(page: Path) -> doctest.DocTest:
     """The examples of a page, one after the other."""
     text = page.read_text()
-    return doctest.DocTestParser().get_doctest(text, {"__name__": "__main__"}, page.name, str(page), 0)
+    return doctest.DocTestParser().get_doctest(
+        text, {"__name__": "__main__"}, page.name, str(page), 0
+    )
 
 
 def failures(test: doctest.DocTest) -> str:

@@ -74,7 +74,9 @@ def test_every_public_name_has_an_example() -> None:
 
 
 def test_names_are_found_with_what_is_said_of_them() -> None:
-    page = ".. autofunction:: moe_ops.a\n\n   >>> a\n\n.. autoclass:: moe_ops.b.C\n   :members:\n\nx\n"
+    page = (
+        ".. autofunction:: moe_ops.a\n\n   >>> a\n\n.. autoclass:: moe_ops.b.C\n   :members:\n\nx\n"
+    )
     assert reference.documented(page) == {
         "moe_ops.a": "\n   >>> a\n\n",
         "moe_ops.b.C": "   :members:\n\n",
