@@ -27,6 +27,7 @@ autodoc_preserve_defaults = True  # as they are written, not a record in full
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
+add_function_parentheses = False
 toc_object_entries_show_parents = "hide"
 nitpick_ignore_regex = [(r"py:class", r".*")]  # types in signatures, most of them torch's
 
@@ -36,6 +37,4 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
-copybutton_prompt_text = r">>> |\.\.\. "
-copybutton_prompt_is_regexp = True
-copybutton_exclude = ".linenos, .gp, .go"
+copybutton_exclude = ".gp, .go"  # prompts, and what is shown behind them

@@ -19,9 +19,9 @@ def pages() -> list[Path]:
     return sorted(page for page in FOLDER.glob("*.rst") if ">>>" in page.read_text())
 
 
-def documented(text: str) -> dict[str, str]:
-    """What is said of each name besides its docstring."""
-    return dict(DOCUMENTED.findall(text))
+def documented(page: Path) -> dict[str, str]:
+    """What a page says of each name besides its docstring."""
+    return dict(DOCUMENTED.findall(page.read_text()))
 
 
 def examples(page: Path) -> doctest.DocTest:

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 
 import moe_ops
+import moe_ops.layer
+import moe_ops.weights
+from moe_ops.backends.flashinfer.options import FlashInferOptions
+from moe_ops.ops.activate import Activation
+from moe_ops.parallel.config import ParallelConfig
 from moe_ops.passes import explain
+from moe_ops.passes.rewriting.context import Options
 from moe_ops.planning import tune
 from tests.docs import reference
 
@@ -66,17 +72,29 @@ def test_examples_of_models_give_it_compiled(here: None) -> None:
 def test_every_public_name_has_an_example() -> None:
     said = {}
     for page in PAGES:
-        found = reference.documented(page.read_text())
+        found = reference.documented(page)
         assert not said.keys() & found.keys(), "a name has one place"
         said |= found
     without = [name for name in moe_ops.__all__ if ">>>" not in said.get(f"moe_ops.{name}", "")]
     assert not without, f"give these an example on a page of docs/reference: {without}"
 
 
-def test_names_are_found_with_what_is_said_of_them() -> None:
-    page = (
+def test_records_and_options_of_public_names_are_documented() -> None:
+    said = {name for page in reference.FOLDER.glob("*.rst") for name in reference.documented(page)}
+    modules = (moe_ops.layer, moe_ops.weights)
+    names = {
+        f"{m.__name__}.{name}" for m in modules for name in m.__all__ if name not in moe_ops.__all__
+    }
+    options = (Options, FlashInferOptions, ParallelConfig, Activation)
+    names |= {f"{kind.__module__}.{kind.__name__}" for kind in options}
+    assert not sorted(names - said)
+
+
+def test_names_are_found_with_what_is_said_of_them(tmp_path: Path) -> None:
+    text = (
         ".. autofunction:: moe_ops.a\n\n   >>> a\n\n.. autoclass:: moe_ops.b.C\n   :members:\n\nx\n"
     )
+    (page := tmp_path / "page.rst").write_text(text)
     assert reference.documented(page) == {
         "moe_ops.a": "\n   >>> a\n\n",
         "moe_ops.b.C": "   :members:\n\n",
