@@ -1,8 +1,8 @@
 """The site: pages where they are in this repository, and a reference made from docstrings.
 
-The root of the repository is its source, so a link from page to page is the same on the site and
-where the repository is read. `make docs` builds it, and any warning, a dead link among them, ends
-that.
+Sphinx makes it, as it imports what it documents, and checks links and headings while it builds. The
+root of the repository is its source, so a link from page to page is the same on the site and where
+the repository is read. `make docs` builds it, and any warning ends that.
 """
 
 from __future__ import annotations
