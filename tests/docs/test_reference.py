@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def test_records_and_options_of_public_names_are_documented() -> None:
     options = (Options, FlashInferOptions, ParallelConfig, Activation)
     names |= {f"{kind.__module__}.{kind.__name__}" for kind in options}
     assert not sorted(names - said)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_documented_names_are_there(page: Path) -> None:
+    for name in reference.documented(page):
+        where, _, of = name.rpartition(".")
+        assert hasattr(importlib.import_module(where), of), name
 
 
 def test_names_are_found_with_what_is_said_of_them(tmp_path: Path) -> None:

@@ -53,6 +53,20 @@ def test_groups_are_read_with_titles_and_from_the_root() -> None:
     assert grouped(index) == ["README", "docs/OPS"]
 
 
+def linked(page: Path) -> list[Path]:
+    """The pages that one of reST links to, without their suffixes."""
+    names = re.findall(r":doc:`(?:[^`<]*<)?([^`>]+)>?`", page.read_text())
+    return [ROOT / name[1:] if name.startswith("/") else page.parent / name for name in names]
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [ROOT / name for name in files() if name.endswith(".rst")]
+    links = [(page.name, link) for page in pages for link in linked(page)]
+    assert len(links) > 10
+    there = (".md", ".rst")
+    assert not [link for link in links if not any(link[1].with_suffix(s).exists() for s in there)]
+
+
 CONVERTED = {
     "Multiply x_ by `w`: w * x.": [r"Multiply x\_ by ``w``: w \* x.", ""],
     "`route`d rows": [r":py:obj:`route <moe_ops.route>`\ d rows", ""],
