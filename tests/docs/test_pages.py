@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from moe_ops import experts
-from moe_ops.passes import explain
 from moe_ops.planning import tune
 from tests.distributed import ranks
 from tests.docs import pages
@@ -54,20 +53,6 @@ def run(page: str) -> None:
     for block in PAGES[page]:
         if not block.ranks:
             block.run(names)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is compiled runs as it is, but what `explain` traces, of which no code is made."""
-    traced = explain.explain
-
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        with torch.compiler.set_stance("default"):
-            return traced(*args, **kwargs)
-
-    monkeypatch.setattr(explain, "explain", explained)
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -6,7 +6,6 @@ import doctest
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import moe_ops.weights
 from moe_ops.backends.flashinfer.options import FlashInferOptions
 from moe_ops.ops.activate import Activation
 from moe_ops.parallel.config import ParallelConfig
-from moe_ops.passes import explain
 from moe_ops.passes.rewriting.context import Options
 from moe_ops.planning import tune
 from tests.docs import reference
@@ -41,20 +39,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is compiled runs as it is, but what `explain` traces, of which no code is made."""
-    traced = explain.explain
-
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        with torch.compiler.set_stance("default"):
-            return traced(*args, **kwargs)
-
-    monkeypatch.setattr(explain, "explain", explained)
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
