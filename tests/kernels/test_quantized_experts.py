@@ -34,7 +34,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
-from tests.chosen import in_turn, one_in, those_of
+from tests.chosen import in_turn, those_of
 from tests.kernels.codes import any_codes, product, quantized
 
 F8 = torch.float8_e4m3fn
@@ -381,10 +381,10 @@ ROWS_UP_TO = [
 ]  # fmt: skip
 
 
-@one_in(3, pytest.mark.parametrize(("w_format", "sizes", "most"), ROWS_UP_TO))
+@pytest.mark.parametrize(("w_format", "sizes", "most"), ROWS_UP_TO)
 def test_rows_up_to_which_hopper_streams_codes(w_format: str, sizes: Case, most: int) -> None:
-    call = call_of(replace(sizes, T=1, E=2), w_format)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True):  # only sizes matter
+        call = call_of(replace(sizes, T=1, E=2), w_format)
         call = replace(call, x_TD=torch.empty(1, sizes.D, device="cuda"))
     with patch("torch.cuda.get_device_capability", return_value=HOPPER):
         assert most_rows_tokens(call) == most * 2 // 2
