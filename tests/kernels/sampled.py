@@ -36,6 +36,14 @@ def cases(quick: tuple[str, ...]) -> list[Any]:
     return [pytest.param(c.name, marks=[] if c.name in quick else others) for c in CASES]
 
 
+def of_the_kit(*quick: str) -> list[Any]:
+    """What of an op the kit examines: all samples of one token, of which each is held against the
+    definition elsewhere, too; and the quick ones alone where not all tests are run."""
+    whole = "one_token/float32"
+    others = pytest.param(whole, marks=pytest.mark.every, id="all")
+    return [*(pytest.param(f"{whole}/{label}", id=label) for label in quick), others]
+
+
 def on_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Copies of arguments with NaN around them."""
     return tuple(surrounded(a, HERE) for a in args)

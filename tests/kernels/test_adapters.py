@@ -33,7 +33,7 @@ from moe_ops.testing import (
     make_layer,
     poisoned,
 )
-from tests.kernels.sampled import anywhere, hold
+from tests.kernels.sampled import anywhere, hold, of_the_kit
 
 F16, F32 = torch.float16, torch.float32
 BY_NAME = {case.name: case for case in CASES}
@@ -311,7 +311,8 @@ def test_adapters_train_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TRAINING)
-def test_the_kit_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sample", of_the_kit("map_and_holes", "ranks_2_6_of_3"))
+def test_the_kit_finds_nothing(sample: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with anywhere(monkeypatch, OPS[name]):
-        report = examine(name, "triton", only=Only(sample="one_token/float32"), device=DEVICE)
-        assert report.sound, str(report)
+        report = examine(name, "triton", only=Only(sample=sample), device=DEVICE)
+        assert report.sound and report.ran, str(report)

@@ -15,7 +15,7 @@ from moe_ops import OPS
 from moe_ops.conformance import Only, examine
 from moe_ops.conformance.memory import surrounded
 from moe_ops.testing import BF16, CASES, DEVICE, F16, F32, TOL, assert_close, make_layer
-from tests.kernels.sampled import anywhere, hold, refusal, run
+from tests.kernels.sampled import anywhere, hold, of_the_kit, refusal, run
 
 BY_NAME = {case.name: case for case in CASES}
 # The interpreter multiplies no bfloat16.
@@ -56,10 +56,11 @@ def test_samples_of_codes(case: str, dtype: torch.dtype, name: str) -> None:
 
 @pytest.mark.slow
 @each_op
-def test_the_kit_finds_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sample", of_the_kit("gpt_oss", "map_and_holes"))
+def test_the_kit_finds_nothing(sample: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with anywhere(monkeypatch, OPS[name]):
-        report = examine(name, "triton", only=Only(sample="one_token/float32"), device=DEVICE)
-        assert report.sound, str(report)
+        report = examine(name, "triton", only=Only(sample=sample), device=DEVICE)
+        assert report.sound and report.ran, str(report)
 
 
 def saved(case: str, ids_TK: Tensor | None = None) -> dict[str, Any]:
