@@ -138,6 +138,7 @@ def warmed(folder: Path, *words: str) -> list[list[str]]:
         **{name: value for name, value in os.environ.items() if "DISABLE_CACHES" not in name},
         "PYTHONPATH": str(ROOT),
         "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT": "1",
         "TRITON_CACHE_DIR": str(folder / "triton"),
     }
     words = ("warm", "qwen3_moe", "--tiny", "--tokens", "4", "--dtype", "float32", *words)

@@ -87,7 +87,7 @@ def compiled(rank: int, group: str) -> None:
         layer = layer_of(rank, group, whole, reduction, True).requires_grad_(False)
         options = inductor_options(beside=True)
         torch._dynamo.reset()
-        with config.patch(force_disable_caches=True):  # the first rank would save for the others
+        with config.patch(fx_graph_cache=False):  # the first rank would save for the others
             got = torch.compile(layer, options=options)(x, logits)
         (run,) = options["post_grad_custom_post_pass"].runs
         assert [n.rule for n in run.rewrites].count("run_beside") == 1, run.refusals

@@ -37,7 +37,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         yield
     torch._dynamo.reset()
 

@@ -27,7 +27,7 @@ def check_steps(
     want = model.generate(ids, **call)
     twin = moe_ops.compile(model)
     for _ in range(times):
-        with config.patch(force_disable_caches=True):
+        with config.patch(fx_graph_cache=False):
             got = twin.generate(ids, **call)
         for step, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
             same = (got.sequences[:, : 9 + step] == want.sequences[:, : 9 + step]).all(1)

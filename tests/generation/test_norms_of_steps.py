@@ -55,7 +55,7 @@ def test_tokens_are_those_of_the_model(
         "max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None, "output_logits": True,
         "return_dict_in_generate": True,
     }  # fmt: skip
-    with config.patch(force_disable_caches=True):
+    with config.patch(fx_graph_cache=False):
         got = moe_ops.compile(model).generate(ids, **call)
     want = model.generate(ids, **call)
     assert torch.equal(got.sequences, want.sequences)

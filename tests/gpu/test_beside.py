@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config
 
 import moe_ops
 from moe_ops import streams
@@ -108,7 +109,7 @@ def test_compiled_layers_replay_what_they_gave(T: int) -> None:
     model, x = Stack(), torch.randn(T, D, device="cuda", dtype=BF16)
     options = moe_ops.inductor_options(beside=True)
     run = torch.compile(model, options=options, dynamic=False)
-    with config.patch(force_disable_caches=True):  # a cached graph has met no pass
+    with config.patch(fx_graph_cache=False):  # a cached graph has met no pass
         assert_close(run(x), model(x), TWICE_ROUNDED)
     (found,) = options["post_grad_custom_post_pass"].runs
     assert [note.rule for note in found.rewrites].count("run_beside") == LAYERS, found.refusals

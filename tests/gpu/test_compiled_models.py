@@ -51,7 +51,7 @@ def test_activation_and_quantization_are_one_kernel() -> None:
     y = torch.randn(64, 1024, device="cuda").bfloat16()
     compiled = torch.compile(model, options=moe_ops.inductor_options())
     metrics.reset()
-    with torch.inference_mode(), config.patch(force_disable_caches=True):
+    with torch.inference_mode(), config.patch(fx_graph_cache=False):
         values, scales = compiled(y)
     assert metrics.generated_kernel_count == 1
     want_values, want_scales = model(y)

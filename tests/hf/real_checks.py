@@ -65,7 +65,7 @@ class LayerCall:
 
 
 @NOT_EXPORTED
-@config.patch(force_disable_caches=True)  # a graph from a cache does not say what passes found
+@config.patch(fx_graph_cache=False)  # a graph from a cache does not say what passes found
 def check_float32(family: str, device: str, sizes: list[tuple[int, int]]) -> Found | None:
     """Compiled in float32 the model gives stock's logits and tokens."""
     model, found = real.build(family, device=device, dtype=torch.float32), None
@@ -91,7 +91,7 @@ def check_layers(family: str, device: str, sizes: list[tuple[int, int]]) -> None
 
 
 @NOT_EXPORTED
-@config.patch(force_disable_caches=True)
+@config.patch(fx_graph_cache=False)
 def check_forward(family: str, device: str, sizes: list[tuple[int, int]]) -> Found | None:
     """In bfloat16 the model's logits are as near to float32 as stock's."""
     model = real.build(family, device=device, dtype=torch.bfloat16)

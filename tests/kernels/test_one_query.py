@@ -252,7 +252,7 @@ def test_a_compiled_step_reads_the_buffers_themselves(monkeypatch: pytest.Monkey
         return of_transformers.one_query_attention(module, q + 1, k, v, mask, scaling=0.3)[0]
 
     q, k, v = torch.randn(2, 6, 1, 16), torch.randn(2, 3, 1, 16), torch.randn(2, 3, 1, 32)
-    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+    with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         got = torch.compile(step, fullgraph=True)(q, k, v)
     ((_, keys, values, *_),) = read
     assert (keys.data_ptr(), values.data_ptr()) == (layer.keys.data_ptr(), layer.values.data_ptr())

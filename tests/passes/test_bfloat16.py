@@ -69,7 +69,7 @@ def test_a_model_gives_what_it_gives_compiled_as_it_is(family: str) -> None:
     torch._dynamo.reset()
     thresholds = ((None, FAMILIES[family]),)
     twin = moe_ops.compile(model, fullgraph=True, dynamic=False, thresholds=thresholds)
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False):
         got, ours = twin(input_ids)
     (run,) = pipeline_of(twin).runs
     rewrites = {done.name: done.rewrites for done in run.passes}

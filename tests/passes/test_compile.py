@@ -262,7 +262,7 @@ def test_inside_a_larger_model_its_compiler_decides(fresh) -> None:
 @torch.inference_mode()
 def test_the_pipeline_sees_each_graph(fresh) -> None:
     twin = moe_ops.compile(Block().eval())
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         twin(torch.randn(5, 16))
     (run,) = pipeline_of(twin).runs
     assert run.skipped is None
@@ -345,7 +345,7 @@ def test_options_serve_torch_compile(fresh) -> None:
     block = Block().eval()
     options = moe_ops.inductor_options()
     x_TD = torch.randn(5, 16)
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         assert_close(torch.compile(block, options=options)(x_TD), block(x_TD), TOL)
     assert len(options[HOOK].runs) == 1
 

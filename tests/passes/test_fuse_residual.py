@@ -186,7 +186,7 @@ def test_other_plans_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_code_has_no_launch_behind_it() -> None:
     given = tensors()
     hook = Hook(pick_backend, fuse_residual)
-    options = {"force_disable_caches": True, "post_grad_custom_post_pass": hook}
+    options = {"fx_graph_cache": False, "post_grad_custom_post_pass": hook}
     with torch.no_grad(), config.patch(options):
         torch._dynamo.reset()
         got, (code,) = run_and_get_code(torch.compile(layer(), fullgraph=True), *given)
@@ -207,7 +207,7 @@ def test_a_residual_that_is_a_sum_is_written_where_it_is_normed() -> None:
     s, x, _, _, *weights = tensors(3)
     given = [torch.randn(D, D).to(BF16), s, x, *weights]
     hook = Hook(pick_backend, fuse_residual)
-    options = {"force_disable_caches": True, "post_grad_custom_post_pass": hook}
+    options = {"fx_graph_cache": False, "post_grad_custom_post_pass": hook}
     with torch.no_grad(), config.patch(options):
         torch._dynamo.reset()
         got, (code,) = run_and_get_code(torch.compile(call, fullgraph=True), *given)

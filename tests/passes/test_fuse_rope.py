@@ -230,7 +230,7 @@ def test_compiled_code_changes_the_caches_where_they_are() -> None:
     plain, ours = step.args(), step.args()
     places = [t.data_ptr() for t in ours[7:9]]
     hook = Fuse()
-    with torch.no_grad(), config.patch(force_disable_caches=True):
+    with torch.no_grad(), config.patch(fx_graph_cache=False):
         torch._dynamo.reset()
         want = torch.compile(step, fullgraph=True)(*plain)
         torch._dynamo.reset()

@@ -311,7 +311,7 @@ def test_a_step_of_generate_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(pass_file, "insert", lambda *args: calls.append(args[1]) or insert(*args))
     model = families.build("qwen3_moe").model.to(BF16)
     ids = torch.randint(16, 90, (1, 5))
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(fx_graph_cache=False):
         plain, ours = (
             moe_ops.compile(copy.deepcopy(model), linears=on).generate(
                 ids, max_new_tokens=4, pad_token_id=0, eos_token_id=None

@@ -118,7 +118,7 @@ def test_no_tensor_of_the_joint_graph_is_large(form: str, how: str) -> None:
 
         pipeline.__class__ = Looks
         call = torch.compile(function, options=options, fullgraph=True)
-    with config.patch(force_disable_caches=True):  # from which come graphs that no pass sees
+    with config.patch(fx_graph_cache=False):  # from which come graphs that no pass sees
         call(x, weights, w13, w2).square().sum().backward()
     assert len(largest) > 20
     assert max(largest)[0] <= max(E * F * D, R * (F + D)), max(largest)

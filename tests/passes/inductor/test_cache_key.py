@@ -336,6 +336,7 @@ def run(site: Path, *args: str) -> list[dict[str, object]]:
     """What the program prints in a fresh process that finds moe_ops in `site` and caches there."""
     env = {**os.environ, "PYTHONPATH": str(site), "TORCHINDUCTOR_CACHE_DIR": str(site / "caches")}
     env.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
+    env["TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT"] = "1"
     env["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # or the compiler is tried for each set of instructions
     program = [sys.executable, str(site / "program.py"), *args]
     done = subprocess.run(program, env=env, capture_output=True, text=True, check=False)

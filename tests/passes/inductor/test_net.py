@@ -103,7 +103,7 @@ def test_a_graph_that_fails_as_it_was_too_runs_op_by_op(
     monkeypatch.setattr(GraphLowering, "codegen", None)
     model = Model()
     fast = moe_ops.compile(model)
-    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    uncached = torch._inductor.config.patch(fx_graph_cache=False)
     with uncached, caplog.at_level(logging.WARNING, "moe_ops"), torch.inference_mode():
         for rows in (3, 5, 1, 5):
             x_TD = torch.randn(rows, 4)
@@ -167,7 +167,7 @@ def test_what_a_signal_handler_raises_is_let_through_and_no_graph_is_kept(
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with caplog.at_level(logging.WARNING, "moe_ops"), torch.inference_mode():
-            with torch._inductor.config.patch(force_disable_caches=True):
+            with torch._inductor.config.patch(fx_graph_cache=False):
                 while raised:
                     with pytest.raises(type(raised[0])) as caught:
                         fast(x_TD)

@@ -276,7 +276,7 @@ def test_dumps_are_named_and_logged(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.fixture
 def no_caches():
     torch._dynamo.reset()
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(fx_graph_cache=False):
         yield
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.fx.experimental._config as shape_config
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -206,7 +207,7 @@ def test_one_graph_still_serves_one_token() -> None:
             return torch.cat([scores, sink], -1).softmax(-1)[:, :-1] @ x_TD
 
     model = Model()
-    with fresh_cache():
+    with fresh_cache(), config.patch(fx_graph_cache=True):
         for hits in (0, 1):
             torch._dynamo.reset()
             counters.clear()

@@ -78,7 +78,7 @@ def few_of_sums(x_BSD: Tensor) -> tuple[Tensor, ...]:
 def test_compiled_equals_eager_at_every_size(function: Callable[[Tensor], Any]) -> None:
     module = nn.Module()
     module.forward = function
-    with config.patch(force_disable_caches=True):
+    with config.patch(fx_graph_cache=False):
         compiled = moe_ops.compile(module, strict=True)
         for shape in [(1, 128, 8), (3, 48, 8), (2, 70, 8), (1, 1, 8), (2, 200, 8)]:
             x_BSD = torch.randn(shape)
@@ -93,7 +93,7 @@ def test_a_size_that_ends_a_slice_is_not_taken_for_more_than_one(
 ) -> None:
     """One graph, made for several rows, serves calls with fewer rows than a slice asks for."""
     backend, counter = moe_ops.backend(strict=True), counters["stats"]
-    with config.patch(force_disable_caches=True):
+    with config.patch(fx_graph_cache=False):
         compiled = torch.compile(function, backend=backend, dynamic=True, fullgraph=True)
         before = counter["unique_graphs"]
         for shape in [(3, 48, 8), (1, 1, 8), (2, 2, 8), (1, 3, 8)]:
@@ -119,7 +119,7 @@ def test_a_slice_that_depends_on_data_stays_as_it_is() -> None:
     x_T = torch.arange(9.0)
     options = {"post_grad_custom_post_pass": bindings}
     scalars = torch._dynamo.config.patch(capture_scalar_outputs=True)
-    with scalars, config.patch(force_disable_caches=True), torch.inference_mode():
+    with scalars, config.patch(fx_graph_cache=False), torch.inference_mode():
         compiled = torch.compile(function, options=options, fullgraph=True)
         for n in (5, 2, 20):
             torch.testing.assert_close(compiled(x_T, torch.tensor(n)), x_T[:n] * 2)

@@ -359,6 +359,7 @@ print(counters["inductor"]["fxgraph_cache_miss"])
 def test_a_warm_start_says_the_same(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     env.pop("TORCHINDUCTOR_FORCE_DISABLE_CACHES", None)
+    env["TORCHINDUCTOR_FX_GRAPH_CACHE_DEFAULT"] = "1"
     said, missed = [], []
     (tmp_path / "program.py").write_text(PROGRAM)
     for _ in range(2):
