@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,15 +71,17 @@ hear_by_root()  # before pytest adds those that stay for a session
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where not all tests are run, C++ is compiled in half the time: what it does is the same."""
+    """Where not all tests are run, C++ is compiled in half the time, and linked by the linker that
+    takes least to look through torch's libraries, if it is here: what it does is the same."""
     if config.option.markexpr:
         from torch._inductor import cpp_builder
 
         flags = cpp_builder._get_optimization_cflags
+        linker = ["fuse-ld=gold"] if shutil.which("ld.gold") else []
 
         def fewer(*args: Any, **kwargs: Any) -> Any:
             compiling, linking = flags(*args, **kwargs)
-            return ["O1" if flag == "O3" else flag for flag in compiling], linking
+            return ["O1" if flag == "O3" else flag for flag in compiling], linking + linker
 
         cpp_builder._get_optimization_cflags = fewer
 
