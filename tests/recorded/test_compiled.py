@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 import moe_ops
 from moe_ops import RecordedRouting
 from moe_ops.passes.inductor.compiled import pipeline_of
+from moe_ops.passes.inductor.pipeline import GraphRun
 from moe_ops.testing import TOL, assert_close
 from tests.hf import families
 from tests.hf.twins import PLAIN
@@ -47,24 +49,48 @@ def recorded(model: Any, *calls: Tensor) -> RecordedRouting:
     return recording.take()
 
 
-def test_forwards_of_any_size_are_recorded_by_one_graph() -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forwards:
+    """Forwards of a compiled model: one, then some that are recorded, then one again."""
+
+    want: RecordedRouting
+    got: RecordedRouting
+    codes: list[str]  # of the graphs that were made while they were recorded
+    before: list[GraphRun]  # of the pipeline
+    recording: list[GraphRun]
+    after: list[GraphRun]
+
+
+@pytest.fixture(scope="module")
+def forwards() -> Forwards:
     model, twin = pair()
     calls = [text(2, 7), text(3, 5), text(1, 9)]
-    want, got = recorded(model, *calls), recorded(twin, *calls)
+    runs = pipeline_of(twin).runs
+    torch._dynamo.reset()
+    with config.patch(fx_graph_cache=False), torch.inference_mode():
+        twin(calls[0])
+        before = len(runs)
+        got, codes = run_and_get_code(recorded, twin, *calls)
+        recording = len(runs)
+        twin(calls[0])
+    parts = (runs[:before], runs[before:recording], runs[recording:])
+    of_runs = dict(zip(("before", "recording", "after"), parts, strict=True))
+    return Forwards(want=recorded(model, *calls), got=got, codes=codes, **of_runs)
+
+
+def test_forwards_of_any_size_are_recorded_by_one_graph(forwards: Forwards) -> None:
+    want, got = forwards.want, forwards.got
     assert got.calls == want.calls == ((2, 7), (3, 5), (1, 9))
     assert torch.equal(got.ids_TLK, want.ids_TLK)
     assert want.weights_TLK is not None and got.weights_TLK is not None
     assert_close(got.weights_TLK, want.weights_TLK, TOL["route", torch.float16])
 
 
-def test_ids_are_written_where_they_are_chosen() -> None:
+def test_ids_are_written_where_they_are_chosen(forwards: Forwards) -> None:
     """No launch copies them, and none casts them for the experts."""
-    _, twin = pair()
-    with config.patch(force_disable_caches=True):
-        _, codes = run_and_get_code(recorded, twin, text(2, 7))
     between = [
         code.rpartition("route_recording.planned(")[2].partition("moe_ops.experts.planned(")[0]
-        for code in codes
+        for code in forwards.codes
         if "moe_ops.experts.planned(" in code
     ]
     assert between
@@ -74,18 +100,10 @@ def test_ids_are_written_where_they_are_chosen() -> None:
         assert "ops.aten" not in part
 
 
-def test_models_that_are_not_recorded_have_the_graphs_that_they_had() -> None:
-    _, twin = pair()
-    runs = pipeline_of(twin).runs
-    with config.patch(force_disable_caches=True), torch.inference_mode():
-        twin(text(2, 7))
-        before = len(runs)
-        recorded(twin, text(2, 7))
-        recording = len(runs)
-        twin(text(2, 7))
-    assert len(runs) == recording > before
-    assert not any(c.op == "route_recording" for run in runs[:before] for c in run.choices)
-    assert any(c.op == "route_recording" for run in runs[before:] for c in run.choices)
+def test_models_that_are_not_recorded_have_the_graphs_that_they_had(forwards: Forwards) -> None:
+    assert forwards.before and forwards.recording and not forwards.after
+    assert not any(c.op == "route_recording" for run in forwards.before for c in run.choices)
+    assert any(c.op == "route_recording" for run in forwards.recording for c in run.choices)
 
 
 def test_generate_is_recorded_and_replayed() -> None:

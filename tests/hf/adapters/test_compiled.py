@@ -18,8 +18,13 @@ from tests.hf.test_quantize import gpt_oss, qwen
 MODEL = TOL["model", F32]
 
 
+# Of peft gradients and what is explained are below.
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [WAYS["ours"], pytest.param(WAYS["peft"], marks=pytest.mark.every)],
+    ids=["ours", "peft"],
+)
 def test_a_compiled_model_follows_its_adapters(way: Any, caplog: Any) -> None:
     model, chosen = way(qwen)
     ids = ids_of(3)
@@ -64,15 +69,20 @@ def test_explain_says_what_runs_adapters_and_why_another_way() -> None:
     text = str(moe_ops.explain(model, {"input_ids": ids_of()}))
     assert "experts_adapted, 2 layers: model.layers.{0-1}.mlp.experts" in text
     assert "2 of 2 MoE layers and 2 of 2 routers run on moe_ops" in text
-    twin = twin_of(model)
-    of_twin = str(moe_ops.explain(twin, {"input_ids": ids_of()}))
-    assert "experts_adapted, 2 layers: model.layers.{0-1}.mlp.experts" in of_twin
-    assert all(m.bank.follows for m in adapted(twin))
     model.base_model.set_adapter(["one", "two"])
     text = str(moe_ops.explain(model, {"input_ids": ids_of()}))
     assert "model.layers.{0-1}.mlp.experts: adapters: several adapters are active at once" in text
     experts = model.get_base_model().model.layers[0].mlp.experts
     assert type(experts) is peft.tuners.lora.layer.ParamWrapper  # as it was
+
+
+@pytest.mark.slow
+@pytest.mark.every
+def test_explain_says_the_same_of_a_twin() -> None:
+    twin = twin_of(wrapped(qwen(), "one", "two"))
+    text = str(moe_ops.explain(twin, {"input_ids": ids_of()}))
+    assert "experts_adapted, 2 layers: model.layers.{0-1}.mlp.experts" in text
+    assert all(m.bank.follows for m in adapted(twin))
 
 
 def test_a_model_in_a_wrapper_of_peft_without_experts_keeps_its_generate(caplog: Any) -> None:
