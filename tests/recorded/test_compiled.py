@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,31 +52,34 @@ def recorded(model: Any, *calls: Tensor) -> RecordedRouting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forwards:
-    """Forwards of a compiled model: one, then some that are recorded, then one again."""
+    """Forwards of a compiled model: one that is recorded, the same that is not, then both again,
+    and some of other sizes that are recorded."""
 
     want: RecordedRouting
     got: RecordedRouting
-    codes: list[str]  # of the graphs that were made while they were recorded
-    before: list[GraphRun]  # of the pipeline
-    recording: list[GraphRun]
-    after: list[GraphRun]
+    codes: list[str]  # of the graphs of the first
+    recording: list[GraphRun]  # of the pipeline
+    plain: list[GraphRun]
+    again: list[GraphRun]
 
 
 @pytest.fixture(scope="module")
 def forwards() -> Forwards:
     model, twin = pair()
     calls = [text(2, 7), text(3, 5), text(1, 9)]
-    runs = pipeline_of(twin).runs
-    torch._dynamo.reset()
+    runs, ends = pipeline_of(twin).runs, [0]
     with config.patch(fx_graph_cache=False), torch.inference_mode():
+        _, codes = run_and_get_code(recorded, twin, calls[0])  # which resets Dynamo
+        ends.append(len(runs))
         twin(calls[0])
-        before = len(runs)
-        got, codes = run_and_get_code(recorded, twin, *calls)
-        recording = len(runs)
+        ends.append(len(runs))
+        recorded(twin, calls[0])
         twin(calls[0])
-    parts = (runs[:before], runs[before:recording], runs[recording:])
-    of_runs = dict(zip(("before", "recording", "after"), parts, strict=True))
-    return Forwards(want=recorded(model, *calls), got=got, codes=codes, **of_runs)
+        ends.append(len(runs))
+    parts = [runs[begin:end] for begin, end in itertools.pairwise(ends)]
+    of_runs = dict(zip(("recording", "plain", "again"), parts, strict=True))
+    want, got = (recorded(m, *calls) for m in (model, twin))
+    return Forwards(want=want, got=got, codes=codes, **of_runs)
 
 
 def test_forwards_of_any_size_are_recorded_by_one_graph(forwards: Forwards) -> None:
@@ -101,8 +105,8 @@ def test_ids_are_written_where_they_are_chosen(forwards: Forwards) -> None:
 
 
 def test_models_that_are_not_recorded_have_the_graphs_that_they_had(forwards: Forwards) -> None:
-    assert forwards.before and forwards.recording and not forwards.after
-    assert not any(c.op == "route_recording" for run in forwards.before for c in run.choices)
+    assert forwards.recording and forwards.plain and not forwards.again
+    assert not any(c.op == "route_recording" for run in forwards.plain for c in run.choices)
     assert any(c.op == "route_recording" for run in forwards.recording for c in run.choices)
 
 
