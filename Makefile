@@ -15,6 +15,7 @@
 #   make families  which layers of which model family the passes find, with every torch we support
 #   make docs      the site, into build/site; a warning or a dead link fails it
 #   make bench     the op overhead and one layer, against transformers' own
+#   make release   wheel and sdist of the last commit into dist, checked, installed and tried; nothing is uploaded
 #
 # TORCH names the torch to install where none (2.11 or newer) can be imported; PYTHON the interpreter to start from.
 
@@ -26,7 +27,7 @@ OLDEST := transformers==5.17.0
 JOBS ?= 1
 TORCHES := torch==2.11.0 torch==2.13.0 torch==2.14.1
 
-.PHONY: demo test test-all check golden gpu gpu-families test-oldest peer-tests export-tests families docs bench clean
+.PHONY: demo test test-all check golden gpu gpu-families test-oldest peer-tests export-tests families docs bench release clean
 
 demo: $(VENV)/.ready-hf
 	@$(RUN) examples/quickstart.py $(if $(QUANT),--quant $(QUANT)) $(if $(BATCH),--batch $(BATCH))
@@ -79,6 +80,9 @@ families:
 			tests/generation/test_published_classes.py || exit 1; \
 	done
 
+release: $(VENV)/.ready $(VENV)-release/.ready
+	@$(RUN) -m tests.release --tools $(VENV)-release/bin/python --python "$(PYTHON)" --torch "$(TORCH)"
+
 clean:
 	rm -rf $(VENV) $(VENV)-* build dist *.egg-info
 
@@ -97,6 +101,11 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 
 $(VENV)/.ready-docs: $(VENV)/.ready-hf
 	@sh .ci/setup_venv.sh $(VENV) "$(PYTHON)" "$(TORCH)" -e ".[hf,docs]"
+	@touch $@
+
+$(VENV)-release/.ready:
+	@"$(PYTHON)" -m venv $(VENV)-release
+	@$(VENV)-release/bin/python -m pip install --quiet --disable-pip-version-check build twine
 	@touch $@
 
 # What transformers' tests import besides.
