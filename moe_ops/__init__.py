@@ -235,7 +235,8 @@ if not TYPE_CHECKING:  # to whom every name would be right, as this has any
     def __getattr__(name: str) -> Any:
         if name in _LAZY:
             return getattr(importlib.import_module(_LAZY[name]), name)
-        if name == "QuantFormats":  # an old name, of which the layer warns
-            return importlib.import_module("moe_ops.layer").quant_formats(stacklevel=3)
+        found = importlib.import_module("moe_ops.checks.renamed").what_was("moe_ops", name)
+        if found is not None:
+            return found
         hint = did_you_mean(name, __all__)
         raise AttributeError(f"module 'moe_ops' has no attribute {name!r}{hint}")

@@ -3,11 +3,10 @@ and the quantizer of this name."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-import warnings
 from typing import Any
 
+from moe_ops.checks.renamed import what_was
 from moe_ops.installed import require_transformers
 
 require_transformers("moe_ops.hf, with optimize, quantize_model and share_experts,")
@@ -27,11 +26,7 @@ sys.modules["moe_ops.pretrained"] = pretrained  # its name in models that were p
 
 
 def __getattr__(name: str) -> Any:
-    if name == "generation_report":
-        warnings.warn(
-            "moe_ops.hf.generation_report has moved; use moe_ops.generation_report",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return importlib.import_module("moe_ops").generation_report
-    raise AttributeError(f"module 'moe_ops.hf' has no attribute {name!r}")
+    found = what_was("moe_ops.hf", name)
+    if found is None:
+        raise AttributeError(f"module 'moe_ops.hf' has no attribute {name!r}")
+    return found

@@ -1,8 +1,8 @@
 """A rank's share of an MoE layer as a module: what it is told, what it holds, what it returns."""
 
-import warnings
 from typing import Any
 
+from moe_ops.checks.renamed import what_was
 from moe_ops.layer.loads import ModelLoads, model_loads
 from moe_ops.layer.module import MoELayer
 from moe_ops.layer.options import Routing
@@ -10,7 +10,6 @@ from moe_ops.layer.rebalance import rebalance_layers
 from moe_ops.layer.recorder import LoadRecorder, Rebalancing
 from moe_ops.layer.records import Latent, OwnTokens, Padding, Placement, SharedExperts
 from moe_ops.layer.resize import resize_layer
-from moe_ops.quant.config import QuantConfig
 
 __all__ = [
     "Latent",
@@ -30,13 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "QuantFormats":
-        return quant_formats(stacklevel=3)
-    raise AttributeError(f"module 'moe_ops.layer' has no attribute {name!r}")
-
-
-def quant_formats(stacklevel: int) -> type[QuantConfig]:
-    """What had the name QuantFormats once; the warning is for the frame at this level."""
-    message = "QuantFormats is now moe_ops.QuantConfig; take that name"
-    warnings.warn(message, FutureWarning, stacklevel=stacklevel)
-    return QuantConfig
+    found = what_was("moe_ops.layer", name)
+    if found is None:
+        raise AttributeError(f"module 'moe_ops.layer' has no attribute {name!r}")
+    return found

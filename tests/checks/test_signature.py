@@ -223,7 +223,7 @@ TOKENS = (torch.randn(3, 4), torch.ones(3, 1))
 
 def test_an_old_keyword_works_and_warns() -> None:
     for function in (experts, experts.reference, experts.refusals):
-        with pytest.warns(DeprecationWarning, match="experts_TK is ids_TK now; rename") as warned:
+        with pytest.warns(DeprecationWarning, match="experts_TK is ids_TK now; use") as warned:
             got = function(*TOKENS, experts_TK=IDS, **LAYER)
         assert [w.filename for w in warned] == [__file__]
         want = function(*TOKENS, IDS, **LAYER)

@@ -59,16 +59,6 @@ def test_it_is_public() -> None:
     assert "QuantConfig" in moe_ops.__all__
 
 
-@pytest.mark.parametrize("module", [moe_ops, moe_ops.layer], ids=lambda m: m.__name__)
-def test_the_old_name_is_an_alias_that_warns(module: object) -> None:
-    found = "QuantFormats is now moe_ops.QuantConfig; take that"
-    with pytest.warns(FutureWarning, match=found) as warned:
-        assert module.QuantFormats is QuantConfig  # type: ignore[attr-defined]
-    assert [w.filename for w in warned] == [__file__]
-    with pytest.raises(AttributeError, match="has no attribute 'QuantForms'"):
-        module.QuantForms  # type: ignore[attr-defined]  # noqa: B018
-
-
 ALL_FORMATS = (
     "",
     *PUBLISHED,
