@@ -22,8 +22,8 @@ def tables(figures: dict[str, Any]) -> str:
         parts.append(quantizing(figures))
     if figures["steps"]:
         intro = (
-            "Of a step, the ms that the kernels of each part take (launches that overlap count "
-            "twice), and in brackets the\nleast time to read their bytes at the rate of a copy:"
+            "The ms of a step that the kernels of each part take. Launches that overlap count "
+            "twice. In brackets stands\nthe least time to read their bytes, at the rate of a copy:"
         )
         parts += [intro, steps(figures)]
     return "\n\n".join(parts)

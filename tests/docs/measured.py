@@ -98,7 +98,7 @@ def text(names: list[str], folder: Path) -> str:
     runs = [(name, json.loads((folder / f"{name}.json").read_text())) for name in names]
     for name, figures in sorted(runs, key=lambda run: run[1]["date"]):
         commit = f" ({figures['commit']})" if figures["commit"] else ""
-        when = f"by {day(figures['date'])}{commit}"
+        when = f"{day(figures['date'])}{commit}"
         together[older_than(name, figures["date"])][when].append(f"`{name}.json`")
     mark = "- " if len(together) > 1 else ""
     return "\n".join(
@@ -112,11 +112,11 @@ def text(names: list[str], folder: Path) -> str:
 
 def sentence(change: Change | None, of_dates: dict[str, list[str]]) -> str:
     """What outdated these files, and when each was measured."""
-    measured = "; ".join(f"{when}: {', '.join(files)}" for when, files in of_dates.items())
+    measured = ". By ".join(f"{when}: {', '.join(files)}" for when, files in of_dates.items())
     if change is None:
-        return f"Measured {measured}."
+        return f"Measured by {measured}."
     last = f"the last change of {change.what} ({day(change.date)}, {change.commit})"
-    return f"Older than {last}. Measured {measured}."
+    return f"Older than {last}. Measured by {measured}."
 
 
 def older_than(name: str, date: str) -> Change | None:
