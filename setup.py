@@ -8,8 +8,8 @@ from setuptools import setup
 from setuptools.command.sdist import sdist
 
 LINKED = ("passes", "fake_impls")  # folders at the top that moe_ops has links to
-# A link of Markdown to a file of this project; an index has no such file.
-TO_A_FILE = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#]+)[^)]*\)")
+# A link of Markdown to a file of this project, or a picture; an index has no such file.
+TO_A_FILE = re.compile(r"!?\[([^\]]+)\]\((?!https?://)([^)#]+)[^)]*\)")
 
 
 class WithLinks(sdist):
