@@ -24,6 +24,7 @@ from moe_ops.checks.options import check_writable
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.conformance import command as conformance
+from moe_ops.estimate import command as estimate
 from moe_ops.exporting import command as export
 from moe_ops.library import command as library
 from moe_ops.recorded import command as routing
@@ -92,6 +93,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return warm(top, args)
     if args.command == "export":
         return export.run(top, args, loaded)
+    if args.command == estimate.NAME:
+        return estimate.run(top, args, on_meta)
     try:
         for name in ("html", "json"):
             if getattr(args, name) is not None:
@@ -224,6 +227,7 @@ def parser() -> argparse.ArgumentParser:
     library.add(commands)
     routing.add(commands)
     export.add(commands, positive)
+    estimate.add(commands, counts, positive)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )
@@ -303,6 +307,15 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     return model.eval(), {"input_ids": ids, "use_cache": False}
 
 
+def on_meta(args: argparse.Namespace) -> nn.Module:
+    """A model in bfloat16 whose tensors have sizes alone. Raises ValueError as `config_of` does,
+    and what transformers raises."""
+    installed.require_transformers(args.command)
+    config = config_of(args)
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=torch.bfloat16).eval()
+
+
 def device_of(args: argparse.Namespace) -> str:
     """The device that is asked for. Raises ValueError for a GPU that is not there."""
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -326,7 +339,7 @@ def config_of(args: argparse.Namespace) -> Any:
             "transformers has no such model type, and a hub id names its owner too, as in "
             f"Qwen/Qwen3-30B-A3B{did_you_mean(args.model, transformers.CONFIG_MAPPING)}"
         )
-    elif args.model.startswith((".", "/", "~")) and not Path(args.model).is_dir():
+    elif args.model.startswith((".", "/", "~")) and not Path(args.model).exists():
         raise ValueError("there is no such folder; give one that holds a config.json")
     else:
         config = transformers.AutoConfig.from_pretrained(args.model)

@@ -97,10 +97,11 @@ MAY_IMPORT = {
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
     "exporting": May(OP | {"decode_ops", "hf", "quant"}, RUNTIMES),
+    "estimate": May(LOW | {"ops", "quant", "planning", "hf", "forward", "generation"}),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "__main__": May(
         BACKEND
-        | {"conformance", "exporting", "hf", "installed", "library", "passes"}
+        | {"conformance", "estimate", "exporting", "hf", "installed", "library", "passes"}
         | {"recorded", "warm"},
         TRANSFORMERS,
     ),

@@ -1,0 +1,153 @@
+"""An estimate as a short text for a terminal, and as JSON."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from moe_ops.estimate.fit import BESIDE, LAYERS, ONCE, ROWS, STATES, WAITS
+from moe_ops.estimate.reckon import Duration, Estimate, Row
+from moe_ops.estimate.work import CACHE, EXPERTS, HEAD, LINEARS
+
+WIDTH = 80
+SMALL = 0.01  # a part of a smaller share is left out
+# What a step waits for, in the words of the last column.
+LIMITS = {
+    EXPERTS: "experts", LINEARS: "linear layers", HEAD: "the head", CACHE: "the cache",
+    WAITS: "launches", BESIDE: "the host", LAYERS: "launches", STATES: "states",
+    ROWS: "rows between layers", ONCE: "the host",
+}  # fmt: skip
+
+
+def text(found: Estimate) -> str:
+    """Some twenty lines."""
+    return "\n".join(_lines(found))
+
+
+def as_json(found: Estimate) -> dict[str, Any]:
+    """All that was reckoned."""
+    figures = asdict(found)
+    for row, own in zip(found.rows, figures["rows"], strict=True):
+        own["tokens_per_s"] = row.tokens_per_s(row.step.ms)
+        own["low_tokens_per_s"] = row.tokens_per_s(row.step.high_ms)
+        own["high_tokens_per_s"] = row.tokens_per_s(row.step.low_ms)
+        own["limit"] = row.step.limit[0]
+    return figures
+
+
+def _lines(found: Estimate) -> Iterator[str]:
+    asked, sizes = found.asked, found.asked.sizes
+    yield f"{sizes.model}, {sizes.depth} layers, on one {found.device}"
+    yield from _wrapped(_ours(found))
+    yield from _wrapped(_memory(found))
+    yield ""
+    yield f"a step, {asked.prompt + asked.tokens // 2} tokens in the cache"
+    known = any(row.measured or row.stock for row in found.rows)
+    head = f"{'batch':>6}{'ms':>9}{'floor':>9}{'tokens/s':>10}{'range':>16}"
+    yield head + (f"{'measured':>10}{'stock':>7}" if known else "") + "  limited by"
+    for row in found.rows:
+        yield _step(row, known)
+    yield ""
+    yield f"a prompt of {asked.prompt} tokens, until its first new token"
+    yield f"{'batch':>6}{'ms':>9}{'floor':>9}{'tokens/s':>10}{'range, ms':>16}  limited by"
+    for row in found.rows:
+        yield _prompt(row, asked.prompt)
+    yield ""
+    yield "of a step, ms (the least that its bytes and operations take)"
+    for row in found.rows:
+        yield from _wrapped(f"batch {row.batch}: {_parts(row.step)}")
+    yield ""
+    yield from _wrapped(_range(found))
+    for guess in found.guesses:
+        yield from _wrapped(f"guess: {guess}")
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(
+        line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _ours(found: Estimate) -> str:
+    """What runs on ops of ours, and in which formats."""
+    sizes, formats = found.asked.sizes, found.asked.formats
+    moe = [x for x in sizes.layers if x.experts is not None]
+    layers = sum(x.count for x in moe)
+    ours = sum(x.count for x in moe if x.experts and not x.experts.refusal)
+    routers = sum(x.count for x in moe if x.experts and x.experts.routed)
+    steps = "not " if sizes.refusal else ""
+    return (
+        f"on our ops: experts of {ours} of {layers} MoE layers, {routers} routers; generate is "
+        f"{steps}run by our steps; experts in {formats.experts}, linear layers in "
+        f"{formats.linears}, head in {formats.head}"
+    )
+
+
+def _memory(found: Estimate) -> str:
+    most = max(found.rows, key=lambda row: row.cache_bytes)
+    weights, room = found.weight_bytes, found.rates.memory
+    line = (
+        f"weights {weights / 1e9:.1f} GB, cache at batch {most.batch} {most.cache_bytes / 1e9:.2f} "
+        f"GB, memory {room / 1e9:.0f} GB"
+    )
+    if weights + most.cache_bytes <= room:
+        return line
+    return f"{line}: IT DOES NOT FIT; reckoned as if it did"
+
+
+def _step(row: Row, known: bool) -> str:
+    step = row.step
+    low, high = row.tokens_per_s(step.high_ms), row.tokens_per_s(step.low_ms)
+    line = (
+        f"{row.batch:>6}{step.ms:>9.2f}{step.floor_ms:>9.2f}{_n(row.tokens_per_s(step.ms)):>10}"
+        f"{f'{_n(low)} to {_n(high)}':>16}"
+    )
+    if known:
+        line += "".join(
+            f"{'-' if value is None else _n(value):>{width}}"
+            for value, width in ((row.measured, 10), (row.stock, 7))
+        )
+    return f"{line}  {_limit(step)}"
+
+
+def _prompt(row: Row, length: int) -> str:
+    prompt = row.prompt
+    return (
+        f"{row.batch:>6}{prompt.ms:>9.1f}{prompt.floor_ms:>9.1f}"
+        f"{_n(row.batch * length / prompt.ms * 1e3):>10}"
+        f"{f'{prompt.low_ms:.0f} to {prompt.high_ms:.0f}':>16}  {_limit(prompt)}"
+    )
+
+
+def _limit(duration: Duration) -> str:
+    part, share = duration.limit
+    return f"{LIMITS[part]} {share:.0%}"
+
+
+def _parts(duration: Duration) -> str:
+    least = {work.part: work.floor_ms for work in duration.work}
+    return ", ".join(
+        f"{part} {ms:.2f}" + (f" ({least[part]:.2f})" if part in least else "")
+        for part, ms in duration.parts.items()
+        if ms >= SMALL * duration.ms
+    )
+
+
+def _range(found: Estimate) -> str:
+    wider = " Each guess widens it." if found.guesses else ""
+    if not found.runs:
+        return (
+            "range: a guess of -30 to +40 % of the time, as no runs on such a device are shipped. "
+            f"The experts were measured here.{wider}"
+        )
+    return (
+        f"range: that in which nine of ten of {found.runs} measured runs of {found.models} models "
+        f"lay, each reckoned without its own model's figures.{wider}"
+    )
+
+
+def _n(value: float) -> str:
+    """A number in three digits or more."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
