@@ -25,7 +25,7 @@ LAUNCH_US = 2.0  # that a launch of measured layers waited, as moe_ops.planning.
 # Parts that are no bytes, of a step and of a prompt.
 WAITS, BESIDE = "waits of launches", "once a step"
 LAYERS, STATES, ROWS, ONCE = "layers", "states", "rows", "once a prompt"
-ROUNDS = 2000  # of a descent along one coefficient after the other
+ROUNDS, CLOSE = 2000, 1e-9  # of a descent along one factor after the other
 
 Row = dict[str, float]
 
@@ -187,10 +187,12 @@ def fitted(rows: Sequence[tuple[Row, float, float]]) -> Row:
     }
     to = {a: sum(r.get(a, 0.0) * target * w * w for r, target, w in joined) for a in names}
     for _ in range(ROUNDS):
-        for a in names:
-            if square[a, a]:
-                slope = sum(square[a, b] * found[b] for b in names) - to[a]
-                found[a] = max(0.0, found[a] - slope / square[a, a])
+        before = dict(found)
+        for a in filter(lambda a: square[a, a], names):
+            slope = sum(square[a, b] * found[b] for b in names) - to[a]
+            found[a] = max(0.0, found[a] - slope / square[a, a])
+        if all(abs(found[a] - before[a]) <= CLOSE * found[a] for a in names):
+            break
     return found | {part: found[other] for part, other in TOGETHER.items() if other in found}
 
 

@@ -32,7 +32,7 @@ COPIES, SQUARES = {"cuda": 2**31, "cpu": 2**27}, {"cuda": 8192, "cpu": 1024}
 LINEAR_VALUES = 2**26  # of the weight that stands for linear layers
 EXPERTS_BYTES = 2**30  # of made-up experts, at most; as few of a layer's as that takes
 COPIES_BYTES = 2**28  # and at least, or caches would hold them
-MOST_FLOPS = {"cuda": 1e13, "cpu": 2e10}  # of one call; longer ones are taken in proportion
+MOST_FLOPS = {"cuda": 1e13, "cpu": 5e9}  # of one call; longer ones are taken in proportion
 LAUNCHES = 3  # of the op of experts on a GPU
 KERNELS = 2.0  # small operations on a CPU for what is one launch on a GPU
 

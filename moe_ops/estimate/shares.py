@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,51 +51,70 @@ def floor(experts: Experts | LayerTime, formats: Formats, tokens: float, rates: 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """A measured layer: where it lies among others, in doublings, and the share it reached."""
+
+    time: LayerTime
+    us: float
+    rows: float
+    share: float
+
+
 class Shares:
     """Shares of layers that were measured. `launch_us`: what one launch waits, which no share is
     counted for: `generate` waits less often, and that is counted apart."""
 
     def __init__(self, measured: Measured, launch_us: float) -> None:
-        self._points: list[tuple[LayerTime, Floor, float]] = []
+        self._points: list[_Point] = []
         wait = LAUNCHES * launch_us
+        rates = {r.device: r for r in measured.rates}
         for time in measured.layers:
-            rates = measured.rates_of(time.device)
-            if rates is not None and time.us > wait:
-                at = floor(time, Formats(experts=time.format), time.tokens, rates)
-                self._points.append((time, at, min(HIGHEST, at.us / (time.us - wait))))
+            if time.device in rates and time.us > wait:
+                at = floor(time, Formats(experts=time.format), time.tokens, rates[time.device])
+                share = min(HIGHEST, at.us / (time.us - wait))
+                where = {"us": math.log2(at.us), "rows": math.log2(at.rows)}
+                self._points.append(_Point(time=time, share=share, **where))
+        self._others = {(p.time.device, p.time.format) for p in self._points}
 
     def of(self, experts: Experts, formats: Formats, tokens: float, rates: Rates) -> Share:
         """The share that a layer's experts reach for so many tokens."""
         at = floor(experts, formats, tokens, rates)
-        near = sorted(
-            ((_distance(time, there, at, formats, rates.device), share, time)
-             for time, there, share in self._points),
-            key=lambda found: found[0],
-        )[:NEAREST]  # fmt: skip
-        weights = [1 / (SOFT + distance) for distance, _, _ in near]
-        value = sum(w * share for w, (_, share, _) in zip(weights, near, strict=True))
+        us, rows = math.log2(at.us), math.log2(at.rows)
+        apart = {
+            (device, format): _apart(format, formats)
+            + (OTHER_DEVICE if device != rates.device else 0.0)
+            for device, format in self._others
+        }
+        distances = (
+            (p.us - us) ** 2 + (p.rows - rows) ** 2 + apart[p.time.device, p.time.format]
+            for p in self._points
+        )
+        near = heapq.nsmallest(
+            NEAREST, zip(distances, self._points, strict=True), key=lambda found: found[0]
+        )
+        weights = [1 / (SOFT + distance) for distance, _ in near]
+        value = sum(w * point.share for w, (_, point) in zip(weights, near, strict=True))
         return Share(
             value=value / sum(weights),
-            guess=_guess([(d, time) for d, _, time in near], formats, rates.device),
+            guess=_guess([(d, point.time) for d, point in near], formats, rates.device),
         )
 
 
-def _distance(time: LayerTime, there: Floor, at: Floor, formats: Formats, device: str) -> float:
-    found = math.log2(there.us / at.us) ** 2 + math.log2(there.rows / at.rows) ** 2
-    if time.device != device:
-        found += OTHER_DEVICE
-    if time.format != formats.experts:
-        bits = bits_of(time.format.partition("+")[0]) / bits_of(formats.weights)
-        found += OTHER_FORMAT + OTHER_BITS * abs(math.log2(bits))
-        found += OTHER_FORMAT * (("+" in time.format) != bool(formats.inputs))
-    return found
+def _apart(format: str, formats: Formats) -> float:
+    """The square of the distance of two formats."""
+    if format == formats.experts:
+        return 0.0
+    bits = bits_of(format.partition("+")[0]) / bits_of(formats.weights)
+    other_inputs = ("+" in format) != bool(formats.inputs)
+    return OTHER_FORMAT * (1 + other_inputs) + OTHER_BITS * abs(math.log2(bits))
 
 
 def _guess(near: Sequence[tuple[float, LayerTime]], formats: Formats, device: str) -> str:
     """What of a share was not measured, in words."""
     distance, nearest = near[0]
     if all(time.format != formats.experts for _, time in near):
-        return f"experts in {formats.experts} were never measured; taken as {nearest.format}"
+        return f"experts in {formats.experts} were never measured; taken as formats like it"
     if all(time.device != device for _, time in near):
         return f"experts in {formats.experts} were measured on {nearest.device} alone"
     if distance > FAR:

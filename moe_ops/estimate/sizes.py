@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -86,6 +87,7 @@ class Sizes:
         return Sizes(**{**figures, "layers": layers})
 
 
+@functools.cache
 def bits_of(format: str) -> float:
     """The bits that a weight takes in a format, with its part of the scales and zero points."""
     if format in DTYPES:
@@ -229,9 +231,10 @@ def _state_bytes(module: nn.Module) -> int:
 
 
 def _ending(modules: dict[str, nn.Module], name: str) -> nn.Module | None:
-    """The first module of this name that is no part of experts."""
+    """The first module of this name that has a weight and is no part of experts."""
     for path, module in modules.items():
-        if path.rpartition(".")[2] == name and "expert" not in path:
+        named = path.rpartition(".")[2] == name and "expert" not in path
+        if named and getattr(module, "weight", None) is not None:
             return module
     return None
 
