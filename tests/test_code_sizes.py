@@ -94,6 +94,7 @@ MANY_PARAMETERS = {
         "moe_ops/bench/stages.py: StageCell",
         "moe_ops/bench/task_scores.py: TaskCell",
         "moe_ops/bench/train_cells.py: TrainCell",
+        "moe_ops/estimate/measured.py: Run",
         "moe_ops/graphs/report.py: StepsReport",
         "moe_ops/planning/plan.py: Choice",
         "moe_ops/planning/tuned.py: TunedLayer",
@@ -103,6 +104,7 @@ MANY_PARAMETERS = {
     },
     "what one function found and hands to the next": {
         "moe_ops/bench/step.py: StepLayer",
+        "moe_ops/estimate/sizes.py: Layer",
         "moe_ops/published/model.py: _Plan",
         "moe_ops/weights/checkpoint.py: Loading",
         "moe_ops/weights/layouts.py: Coding",

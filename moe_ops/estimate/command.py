@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_ops.checks.shapes import DTYPES
+
 NAME = "estimate"
 DEVICES = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 THIS = "this"
@@ -94,10 +96,19 @@ def run(top: argparse.ArgumentParser, args: argparse.Namespace, build: Callable[
         here = measure(sizes, formats, _counts(args.batch, args.prompt))
     name = here.device if here is not None else DEVICES[args.device]
     found = estimate(asked, shipped(), name, here)
-    print(text.text(found))
+    print(text.text(found, _coded(model, args.format)))
     if args.json is not None:
         Path(args.json).write_text(json.dumps(text.as_json(found), indent=1) + "\n", "utf-8")
     return 0
+
+
+def _coded(model: Any, format: str) -> str:
+    """What a config says of codes in the checkpoint, if floats are reckoned; else nothing."""
+    found = getattr(model.config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if method is None or format not in DTYPES:
+        return ""
+    return f"the checkpoint is in codes ({method}); reckoned in {format}, or say its --format"
 
 
 def _counts(batches: Sequence[int], prompt: int) -> list[int]:

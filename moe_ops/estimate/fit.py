@@ -151,7 +151,8 @@ def step_row(call: Call) -> Row:
 
 
 def prompt_row(call: Call) -> Row:
-    """The same of a prompt. Rows between layers are written and read, states are made in turns."""
+    """What a prompt takes beside its experts, as `step_row`. Rows between layers are written and
+    read, and states are made in turns."""
     sizes, tokens = call.sizes, call.batch * call.prompt
     least = {
         w.part: w.floor_ms

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor
 
 from moe_ops.checks.shapes import DTYPES
-from moe_ops.estimate.fit import BESIDE, LAUNCH_US, LAYERS, ONCE, ROWS, WAITS, Call, Times
+from moe_ops.estimate.fit import (
+    BESIDE,
+    LAUNCH_US,
+    LAYERS,
+    ONCE,
+    ROWS,
+    STATES,
+    WAITS,
+    Call,
+    Times,
+)
 from moe_ops.estimate.measured import Formats, Rates
 from moe_ops.estimate.shares import floor
 from moe_ops.estimate.sizes import FLOAT, Experts, Sizes, bits_of
-from moe_ops.estimate.work import EXPERTS, HEAD, LINEARS, launches_of
+from moe_ops.estimate.work import EXPERTS, HEAD, LINEARS
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.planning import tune
 from moe_ops.planning.cost import device_of
@@ -34,20 +44,25 @@ EXPERTS_BYTES = 2**30  # of made-up experts, at most; as few of a layer's as tha
 COPIES_BYTES = 2**28  # and at least, or caches would hold them
 MOST_FLOPS = {"cuda": 1e13, "cpu": 5e9}  # of one call; longer ones are taken in proportion
 LAUNCHES = 3  # of the op of experts on a GPU
-KERNELS = 2.0  # small operations on a CPU for what is one launch on a GPU
+# What the code of a layer takes a CPU besides its products, in calls of an operation on one row,
+# and for each token in rows of it; of prompts fewer, which do more at once. Of one machine.
+LAYER_CALLS, STEP_ROWS, PROMPT_ROWS = 600.0, 210.0, 20.0
+MANY_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Here:
     """What was measured: microseconds of a layer's experts by number of tokens, microseconds of
-    linear layers for each byte of weights by rows, and of a small operation."""
+    linear layers for each byte of weights by rows, of an operation on one row, and of that on each
+    further one."""
 
     device: str
     rates: Rates
     is_gpu: bool
     experts_us: dict[tuple[Experts, int], float] = field(default_factory=dict)
     linear_us: dict[int, float] = field(default_factory=dict)
-    small_us: float = 0.0
+    call_us: float = 0.0
+    row_us: float = 0.0
     guesses: tuple[str, ...] = ()
 
     def step(self, call: Call, expected: Times) -> Times:
@@ -55,8 +70,7 @@ class Here:
         parts = expected.parts | {EXPERTS: self._experts_ms(call, call.batch)}
         if not self.is_gpu:
             parts |= self._linears_ms(call, call.batch)
-            wait = self.small_us * KERNELS
-            parts |= {WAITS: launches_of(call.sizes, call.batch) * wait / 1e3, BESIDE: 0.0}
+            parts |= {WAITS: 0.0, BESIDE: 0.0, LAYERS: self._layers_ms(call, STEP_ROWS, call.batch)}
         return Times(parts=parts)
 
     def prompt(self, call: Call, expected: Times) -> Times:
@@ -64,12 +78,14 @@ class Here:
         tokens = call.batch * call.prompt
         parts = expected.parts | {EXPERTS: self._experts_ms(call, tokens)}
         if not self.is_gpu:
-            parts |= self._linears_ms(call, tokens) | {ONCE: 0.0, LAYERS: 0.0}
-            wait = self.small_us * KERNELS
-            parts[WAITS] = launches_of(call.sizes, call.batch) * wait / 1e3
-            row_bytes = 2.0 * tokens * call.sizes.hidden * call.sizes.depth
-            parts[ROWS] = ROWS_READ * row_bytes / call.rates.bytes_per_second * 1e3
+            parts |= self._linears_ms(call, tokens)
+            parts |= {ONCE: 0.0, ROWS: 0.0, STATES: 0.0}
+            parts[LAYERS] = self._layers_ms(call, PROMPT_ROWS, tokens)
         return Times(parts=parts)
+
+    def _layers_ms(self, call: Call, rows: float, tokens: int) -> float:
+        of_layer = LAYER_CALLS * self.call_us + rows * tokens * self.row_us
+        return call.sizes.depth * of_layer / 1e3
 
     def _experts_ms(self, call: Call, tokens: int) -> float:
         total = 0.0
@@ -96,9 +112,6 @@ class Here:
         return {LINEARS: read * us / 1e3, HEAD: head * of_batch / 1e3}
 
 
-ROWS_READ = 12.0  # times that a layer of a prompt reads or writes its rows, on a CPU
-
-
 def measure(
     sizes: Sizes, formats: Formats, tokens: Sequence[int], seconds: float = SECONDS
 ) -> Here:
@@ -108,9 +121,8 @@ def measure(
     end = time.perf_counter() + seconds
     named, gpu = device_of(device).name, device.type == "cuda"
     rates = _rates(device, named, _dtype(formats.experts))
-    found = Here(device=named, rates=rates, is_gpu=gpu)
     linear_us = {} if gpu else _linears(sizes.hidden, formats, tokens, rates)
-    small = 0.0 if gpu else _small_us(sizes.hidden, min(tokens))
+    call_us, row_us = (0.0, 0.0) if gpu else _small_us(sizes.hidden)
     experts_us: dict[tuple[Experts, int], float] = {}
     late = False
     shapes = dict.fromkeys(x.experts for x in sizes.layers if x.experts is not None)
@@ -124,9 +136,10 @@ def measure(
     guesses = [] if not late else ["half a minute did not suffice for prompts of so many tokens"]
     if not gpu and formats.linears not in DTYPES:
         guesses.append(f"linear layers in {formats.linears} were taken by their bytes")
-    return replace(
-        found, experts_us=experts_us, linear_us=linear_us, small_us=small, guesses=tuple(guesses)
-    )
+    return Here(
+        device=named, rates=rates, is_gpu=gpu, experts_us=experts_us, linear_us=linear_us,
+        call_us=call_us, row_us=row_us, guesses=tuple(guesses),
+    )  # fmt: skip
 
 
 def _most(shape: Experts, tokens: int, device: torch.device) -> int:
@@ -170,10 +183,15 @@ def _linears(
     return found
 
 
-def _small_us(hidden: int, rows: int) -> float:
-    """Microseconds of an operation on a few rows, which is all but a launch."""
-    x_TD = torch.randn(rows, hidden)
-    return _us(lambda: torch.nn.functional.silu(x_TD))
+def _small_us(hidden: int) -> tuple[float, float]:
+    """Microseconds of an operation on one row, which is all but the call, and on a further one."""
+    one, many = (
+        _us(
+            functools.partial(torch.nn.functional.silu, torch.randn(rows, hidden).to(_dtype(FLOAT)))
+        )
+        for rows in (1, MANY_ROWS)
+    )
+    return one, max(0.0, many - one) / (MANY_ROWS - 1)
 
 
 def _calls(shape: Experts, formats: Formats, device: torch.device) -> list[ExpertsCall]:

@@ -13,7 +13,6 @@ from moe_ops.estimate.work import Work, cache_bytes, prompt_of, step_of, weight_
 
 GUESSED = 1.25  # by which each guess widens a range, to both sides
 UNMEASURED = 0.7, 1.4  # the range of a processor, of which no runs are shipped
-# A part of this share of the time beyond its floor is slow, not large.
 Range = tuple[float, float]
 
 
@@ -92,6 +91,8 @@ def estimate(asked: Asked, measured: Measured, device: str, here: Here | None) -
     rows, guesses = [], list(_model_guesses(asked))
     if here is not None:
         guesses += here.guesses
+        if here.is_gpu and measured.rates_of(device) is None:
+            guesses.append(f"what launches wait on {device}, taken as on those that were measured")
     for batch in asked.batches:
         call = Call(
             sizes=asked.sizes, formats=asked.formats, batch=batch, prompt=asked.prompt,

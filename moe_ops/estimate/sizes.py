@@ -218,8 +218,8 @@ def _kept_of(modules: dict[str, nn.Module], config: Any, kind: str) -> tuple[int
 
 
 def _state_bytes(module: nn.Module) -> int:
-    """Of a module that keeps a state of each sequence in float32, and the last inputs of a
-    convolution in 16 bits, their bytes; else 0."""
+    """The bytes that a module keeps of each sequence: a state in float32 and the last inputs of a
+    convolution in 16 bits; 0 where it has none."""
     names = ("num_v_heads", "head_k_dim", "head_v_dim"), ("num_heads", "head_dim", "ssm_state_size")
     for three in names:
         sizes = [getattr(module, name, None) for name in three]

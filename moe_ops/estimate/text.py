@@ -16,14 +16,14 @@ SMALL = 0.01  # a part of a smaller share is left out
 # What a step waits for, in the words of the last column.
 LIMITS = {
     EXPERTS: "experts", LINEARS: "linear layers", HEAD: "the head", CACHE: "the cache",
-    WAITS: "launches", BESIDE: "the host", LAYERS: "launches", STATES: "states",
+    WAITS: "launches", BESIDE: "the host", LAYERS: "code of layers", STATES: "states",
     ROWS: "rows between layers", ONCE: "the host",
 }  # fmt: skip
 
 
-def text(found: Estimate) -> str:
-    """Some twenty lines."""
-    return "\n".join(_lines(found))
+def text(found: Estimate, note: str = "") -> str:
+    """Some twenty lines, with a note of the caller's at their end."""
+    return "\n".join([*_lines(found), *_wrapped(note)])
 
 
 def as_json(found: Estimate) -> dict[str, Any]:

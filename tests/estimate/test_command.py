@@ -56,6 +56,15 @@ def test_a_measured_model_is_shown_beside_what_was_measured(
         assert sum(row["step"]["parts"].values()) == pytest.approx(row["step"]["ms"])
 
 
+def test_codes_of_a_checkpoint_are_noted(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(json.dumps({**QWEN, "quantization_config": {"quant_method": "fp8"}}))
+    words = ["estimate", str(config), "--device", "h200", "--batch", "1"]
+    assert main(words) == 0
+    assert "the checkpoint is in codes (fp8)" in capsys.readouterr().out
+    assert main([*words, "--format", "fp8_w8a8"]) == 0
+    assert "the checkpoint" not in capsys.readouterr().out
+
+
 def test_stock_is_beside_where_it_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["estimate", "qwen3_5_moe_text", "--layers", "12", "--device", "h100", "--batch", "1"]
     if "qwen3_5_moe_text" not in transformers.CONFIG_MAPPING:
@@ -143,7 +152,7 @@ def test_experts_that_were_not_measured_are_taken_in_proportion() -> None:
     rates = shipped().rates[0]
     found = here.Here(
         device="x", rates=rates, is_gpu=False, experts_us={(experts, 4): 10.0, (experts, 64): 40.0},
-        linear_us={4: 1e-3, 64: 2e-3}, small_us=1.0,
+        linear_us={4: 1e-3, 64: 2e-3}, call_us=1.0,
     )  # fmt: skip
     call = Call(sizes=sizes, formats=Formats(), batch=4, prompt=64, length=32, rates=rates)
     step = found.step(call, Times(parts={}))
