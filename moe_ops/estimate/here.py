@@ -42,7 +42,7 @@ COPIES, SQUARES = {"cuda": 2**31, "cpu": 2**27}, {"cuda": 8192, "cpu": 1024}
 LINEAR_VALUES = 2**26  # of the weight that stands for linear layers
 EXPERTS_BYTES = 2**30  # of made-up experts, at most; as few of a layer's as that takes
 COPIES_BYTES = 2**28  # and at least, or caches would hold them
-MOST_FLOPS = {"cuda": 1e13, "cpu": 5e9}  # of one call; longer ones are taken in proportion
+MOST_FLOPS = {"cuda": 1e13, "cpu": 2e10}  # of one call; longer ones are taken in proportion
 LAUNCHES = 3  # of the op of experts on a GPU
 # What the code of a layer takes a CPU besides its products, in calls of an operation on one row,
 # and for each token in rows of it; of prompts fewer, which do more at once. Of one machine.

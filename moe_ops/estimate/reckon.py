@@ -13,6 +13,7 @@ from moe_ops.estimate.work import Work, cache_bytes, prompt_of, step_of, weight_
 
 GUESSED = 1.25  # by which each guess widens a range, to both sides
 UNMEASURED = 0.7, 1.4  # the range of a processor, of which no runs are shipped
+LIKE = 2.0  # times as long a measured run may be to be shown
 Range = tuple[float, float]
 
 
@@ -150,9 +151,11 @@ def _row(
 
 
 def _is_of(run: Run, call: Call, device: str) -> bool:
-    """Whether a run is one of this call: stock's runs in floats are beside any of ours."""
+    """Whether a run is one of this call, about as long: stock's in floats is beside any of
+    ours."""
     same = run.sizes == call.sizes and run.device == device and run.batch == call.batch
-    return same and (run.way != OURS or run.formats == call.formats)
+    alike = 1 / LIKE <= run.length / call.length <= LIKE
+    return same and alike and (run.way != OURS or run.formats == call.formats)
 
 
 def _fastest(runs: Sequence[Run]) -> float | None:

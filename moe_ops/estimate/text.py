@@ -8,16 +8,16 @@ from dataclasses import asdict
 from typing import Any
 
 from moe_ops.estimate.fit import BESIDE, LAYERS, ONCE, ROWS, STATES, WAITS
+from moe_ops.estimate.measured import Rates
 from moe_ops.estimate.reckon import Duration, Estimate, Row
-from moe_ops.estimate.work import CACHE, EXPERTS, HEAD, LINEARS
+from moe_ops.estimate.work import CACHE, EXPERTS, HEAD, LINEARS, Work
 
 WIDTH = 80
 SMALL = 0.01  # a part of a smaller share is left out
 # What a step waits for, in the words of the last column.
 LIMITS = {
-    EXPERTS: "experts", LINEARS: "linear layers", HEAD: "the head", CACHE: "the cache",
-    WAITS: "launches", BESIDE: "the host", LAYERS: "code of layers", STATES: "states",
-    ROWS: "rows between layers", ONCE: "the host",
+    EXPERTS: "experts", LINEARS: "linears", HEAD: "head", CACHE: "cache", WAITS: "launches",
+    BESIDE: "host", LAYERS: "layers", STATES: "states", ROWS: "rows", ONCE: "host",
 }  # fmt: skip
 
 
@@ -55,9 +55,9 @@ def _lines(found: Estimate) -> Iterator[str]:
     for row in found.rows:
         yield _prompt(row, asked.prompt)
     yield ""
-    yield "of a step, ms (the least that its bytes and operations take)"
+    yield "of a step, ms (the least that it takes)"
     for row in found.rows:
-        yield from _wrapped(f"batch {row.batch}: {_parts(row.step)}")
+        yield from _wrapped(f"batch {row.batch}: {_parts(row.step, found.rates)}")
     yield ""
     yield from _wrapped(_range(found))
     for guess in found.guesses:
@@ -126,13 +126,18 @@ def _limit(duration: Duration) -> str:
     return f"{LIMITS[part]} {share:.0%}"
 
 
-def _parts(duration: Duration) -> str:
-    least = {work.part: work.floor_ms for work in duration.work}
+def _parts(duration: Duration, rates: Rates) -> str:
+    work = {own.part: own for own in duration.work}
     return ", ".join(
-        f"{part} {ms:.2f}" + (f" ({least[part]:.2f})" if part in least else "")
+        f"{part} {ms:.2f}" + (f" ({_least(work[part], rates)})" if part in work else "")
         for part, ms in duration.parts.items()
         if ms >= SMALL * duration.ms
     )
+
+
+def _least(work: Work, rates: Rates) -> str:
+    by_bytes = work.bytes / rates.bytes_per_second * 1e3 >= 0.99 * work.floor_ms
+    return f"{work.floor_ms:.2f} by {'bytes' if by_bytes else 'operations'}"
 
 
 def _range(found: Estimate) -> str:

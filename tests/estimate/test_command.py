@@ -44,6 +44,7 @@ def test_a_measured_model_is_shown_beside_what_was_measured(
     text = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM, 48 layers, on one NVIDIA H200" in text
     assert "experts of 48 of 48 MoE layers, 48 routers" in text
+    assert "experts 0.85 (0.85 by bytes)" in " ".join(text.split())
     assert "guess" not in text and max(map(len, text.splitlines())) <= WIDTH
     rows = json.loads(out.read_text())["rows"]
     runs = [r for r in shipped().ours() if r.file == "generate_qwen3_30b_h200"]
@@ -67,10 +68,13 @@ def test_codes_of_a_checkpoint_are_noted(config: Path, capsys: pytest.CaptureFix
 
 def test_stock_is_beside_where_it_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["estimate", "qwen3_5_moe_text", "--layers", "12", "--device", "h100", "--batch", "1"]
+    words += ["--prompt", "512"]
     if "qwen3_5_moe_text" not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no qwen3_5_moe_text")
     assert main(words) == 0
     assert "794    260" in capsys.readouterr().out
+    assert main([*words, "--prompt", "8192"]) == 0  # of which there is no run
+    assert "stock" not in capsys.readouterr().out
 
 
 def test_what_does_not_fit_and_what_is_guessed_are_said(
