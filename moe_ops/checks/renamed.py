@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ops.checks.signature import RENAMED
+from moe_ops.checks.signature import RENAMED, RENAMED_GONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Old:
 
 
 # Keywords of ops.
-KEYWORDS = {old: Old(now) for old, now in RENAMED.items()}
+KEYWORDS = {old: Old(now, gone=RENAMED_GONE) for old, now in RENAMED.items()}
 # What modules had.
 NAMES = {
     "moe_ops.QuantFormats": Old("moe_ops.QuantConfig"),
@@ -30,18 +30,13 @@ NAMES = {
 }
 
 
-def warn(name: str, old: Old, stacklevel: int, of: str = "") -> None:
-    """Tell the frame at this level, as of the caller, that a name is an old one."""
-    said = f"{of}{name} is {old.now} now; use that, for the old name goes in {old.gone}"
-    warnings.warn(said, DeprecationWarning, stacklevel=stacklevel + 1)
-
-
 def what_was(module: str, name: str) -> Any:
     """What an old name of a module stands for, of which whoever asks the module is warned; None
     where it never had the name. For the module's `__getattr__`."""
     old = NAMES.get(f"{module}.{name}")
     if old is None:
         return None
-    warn(f"{module}.{name}", old, stacklevel=3)
+    said = f"{module}.{name} is {old.now} now; use that, for the old name goes in {old.gone}"
+    warnings.warn(said, DeprecationWarning, stacklevel=3)
     home, _, attribute = old.now.rpartition(".")
     return getattr(importlib.import_module(home), attribute)

@@ -6,6 +6,7 @@ import difflib
 import inspect
 import re
 import typing
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,8 +30,9 @@ METHODS: dict[type, tuple[str, ...]] = {
     bool: ("__bool__",),
     str: (),
 }
-# Keywords that had another name once: a call with the old one works, and warns, as
-# moe_ops/checks/renamed.py says until when.
+# Keywords that had another name once: a call with the old one works, and warns, until a version
+# in which all of them are gone. Other old names are in renamed.py.
+RENAMED_GONE = "0.3"
 RENAMED = {
     "experts_TK": "ids_TK",
     "alpha_E": "global_scale_E",
@@ -128,9 +130,8 @@ class Signature:
             if self.renamed[old] in kwargs:
                 raise TypeError(f"{said}, and the call gives both; leave out {old}")
             if not torch.compiler.is_dynamo_compiling():
-                from moe_ops.checks import renamed  # which most programs do without
-
-                renamed.warn(old, renamed.KEYWORDS[old], stacklevel=3, of=f"{self.name}: ")
+                said += f"; use that, for the old name goes in {RENAMED_GONE}"
+                warnings.warn(said, DeprecationWarning, stacklevel=3)
         return {self.renamed.get(name, name): value for name, value in kwargs.items()}
 
     def fault(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
