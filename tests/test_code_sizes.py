@@ -81,6 +81,9 @@ MANY_PARAMETERS = {
         "moe_ops/bench/cells.py: Grid",
         "moe_ops/bench/task_model.py: Recipe",
     },
+    "what a backend says of itself, given by name": {
+        "moe_ops/registry/registration.py: Registration.backend",
+    },
     "filled from the arguments of Op.backend, which are fewer": {
         "moe_ops/registry/backend.py: Backend",
     },

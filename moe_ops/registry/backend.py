@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.registry.invariance import INVARIANT, Arithmetic, Refused, unknown
 from moe_ops.registry.layouts import Layout
 
 LAYOUT = "layout"  # the argument of an op that names the layout of its weights
@@ -97,6 +98,8 @@ class Backend:
     are made for it; None: of none. One that runs calls by several paths, which `Registration.path`
     registers, says in words by which of them a call would run, and why not by those asked before
     it: `told`. Of calls in float64, which `in_double` tells, it gets none, whatever it supports.
+    `arithmetic` names how it computes a row, or says why that depends on other rows
+    (`invariance.py`).
     """
 
     name: str
@@ -108,6 +111,7 @@ class Backend:
     priority: int = 0
     composed: bool = False
     layout: Layout | None = None
+    arithmetic: Arithmetic = field(default=unknown, compare=False)
     needs: Needs | None = None
     emulates: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
     waits: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
@@ -124,7 +128,7 @@ class Backend:
 
     def refusal(self, device: str, rows: Any, call: Any) -> str | None:
         """Why the backend cannot run a call of so many rows, or None; nothing is said of a number
-        that a compiler does not know."""
+        that is no int, such as one that a compiler does not know."""
         if self.in_double(call):
             return "takes no float64, which the definition alone computes; convert to float32"
         if self.devices is not None and device not in self.devices:
@@ -139,6 +143,9 @@ class Backend:
             most = self.rows.possible(call)
             if rows > most:
                 return f"takes at most {most} rows, got {rows}"
+        if reason is None and INVARIANT.get():
+            said = self.arithmetic(call)
+            return f"is not batch invariant: {said}" if isinstance(said, Refused) else None
         return reason
 
     def _unread(self, unread: dict[str, Any]) -> str:

@@ -12,11 +12,19 @@ from torch.library import Library
 from moe_ops.registry.registration import NAMESPACE
 
 
-def define(name: str, schema: str, library: Library) -> bool:
-    """Define an overload of an op, and say whether libmoe_ops has done so already.
+def define(name: str, schema: str, run: Callable[..., Any], library: Library) -> None:
+    """Define an overload of an op, run by a function, unless libmoe_ops has defined it.
 
     Raises ImportError if its schema is another one.
     """
+    is_librarys = _define(name, schema, library)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    if is_librarys:
+        _take_over(name, run, library)
+
+
+def _define(name: str, schema: str, library: Library) -> bool:
+    """Define an overload, and say whether libmoe_ops has done so already."""
     wanted = torch._C.parse_schema(f"{NAMESPACE}::{name}{schema}")
     overloads = torch._C._jit_get_schemas_for_operator(f"{NAMESPACE}::{name.partition('.')[0]}")
     found = [s for s in overloads if s.overload_name == wanted.overload_name]
@@ -33,7 +41,7 @@ def define(name: str, schema: str, library: Library) -> bool:
     return True
 
 
-def take_over(name: str, run: Callable[..., Any], library: Library) -> None:
+def _take_over(name: str, run: Callable[..., Any], library: Library) -> None:
     """Run an overload of libmoe_ops on CPUs by Python, which has backends for every call; those of
     the library are among them."""
     with warnings.catch_warnings():

@@ -2,11 +2,11 @@
 
 Calls are alike if nothing that a check or a backend's `supports` may look at tells them apart: the
 names and types of arguments, whatever is no tensor, of tensors the shape, strides, dtype, device
-and whether they require grad, the grad mode, and the context variables that a backend names. Of
-some tensors it is also where they begin in their memory, modulo 16 bytes: of those of single bytes,
-which kernels read as words, of all where the backend says so, and of those that begin at no
-multiple of 16, for which one that says so may have been passed over. Values of tensors are not
-among it, and tensors are not held.
+and whether they require grad, the grad mode, whether calls have to be batch invariant, and the
+context variables that a backend names. Of some tensors it is also where they begin in their memory,
+modulo 16 bytes: of those of single bytes, which kernels read as words, of all where the backend
+says so, and of those that begin at no multiple of 16, for which one that says so may have been
+passed over. Values of tensors are not among it, and tensors are not held.
 
 What decides is kept when a call like it comes the second time: what is kept of calls that never
 come again, as of a text that grows by a token, would lie between freed results.
@@ -25,6 +25,7 @@ from torch._C._dynamo.guards import TensorGuards
 
 from moe_ops.checks.signature import Signature
 from moe_ops.registry.backend import ALIGNMENT, Backend, is_aligned
+from moe_ops.registry.invariance import INVARIANT
 
 # What gives the value of a context variable, and the value that it had.
 Setting = tuple[Callable[[object], Any], Any]
@@ -33,7 +34,7 @@ UNSET = object()  # the value of one that has none
 MOST_KEYS = 4096  # of one op's calls of the same types
 MOST_OF_A_KEY = 8  # such as layers of several sizes, which the tokens do not tell apart
 
-_grad = torch.is_grad_enabled
+_grad, _invariant = torch.is_grad_enabled, INVARIANT.get
 # A symbol only where somebody traces, whom no memo serves.
 _offset: Callable[[Tensor], int] = Tensor.storage_offset  # type: ignore[assignment]
 
@@ -89,7 +90,8 @@ class Alike:
     def find(self, values: tuple[Any, ...]) -> Decided | None:
         """What runs a call of these arguments, if one like it was kept."""
         tensors = self._tensors(values)
-        for found in self._known.get((_grad(), tensors[0].shape, self._rest(values)), ()):
+        key = (_grad(), _invariant(), tensors[0].shape, self._rest(values))
+        for found in self._known.get(key, ()):
             if found.fits(*tensors):
                 for get, value in found.settings:
                     now = get(UNSET)
@@ -110,7 +112,7 @@ class Alike:
             self.remembers = False
             return
         tensors = self._tensors(values)
-        key = (_grad(), tensors[0].shape, self._rest(values))
+        key = (_grad(), _invariant(), tensors[0].shape, self._rest(values))
         if self._is_new(key):
             return
         strided = all(t.layout is torch.strided for t in tensors)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from moe_ops.registry.invariance import PLANNED
+
 # Backends by the most rows of the first argument up to which each runs; None: any number.
 Ranges = tuple[tuple[int | None, str], ...]
 
 
 def parse_plan(text: str) -> Ranges:
-    """The ranges of a plan in writing: "cpu", or "64:cpu,:aten" for cpu up to 64 rows, then aten.
+    """The ranges of a plan in writing: "cpu", or "64:cpu,:aten" for cpu up to 64 rows, then aten;
+    what says that they are batch invariant may stand before.
 
     Raises ValueError for anything else.
     """
+    text = text.removeprefix(PLANNED)
     if ":" not in text:
         return ((None, text),)
     pairs = [part.partition(":") for part in text.split(",")]

@@ -4,9 +4,10 @@ are asked."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from inspect import Parameter
 from typing import Any
 
 from moe_ops.checks.shapes import DOUBLE
@@ -22,6 +23,7 @@ from moe_ops.registry.backend import (
     Rounds,
     Rows,
 )
+from moe_ops.registry.invariance import Arithmetic, unknown
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.memo import Memo
 from moe_ops.registry.record import Annotations, Arguments
@@ -37,7 +39,9 @@ Runs = tuple[tuple[int | None, Callable[[Any], Any], str], ...]
 class Registration:
     """An op's record and backends, without what calls them; of `remembers` see `Op`."""
 
-    def __init__(self, body: Callable[[Any], Any], remembers: bool) -> None:
+    def __init__(
+        self, body: Callable[[Any], Any], remembers: bool, arithmetic: Arithmetic = unknown
+    ) -> None:
         self.name, self.body = body.__name__, body
         self.__doc__ = body.__doc__
         self.annotations = Annotations.of(body)
@@ -46,11 +50,13 @@ class Registration:
         returns, parameters = self.annotations.given, self.arguments.signature.parameters
         self.schema = self.arguments.schema(returns)
         self.__signature__ = self.arguments.signature.replace(return_annotation=returns)
-        # The arguments that a backend names if it reads them.
-        self.optional = tuple(n for n, p in parameters.items() if p.default is not p.empty)
+        found = ((n, p.default) for n, p in parameters.items())
+        self._defaults = {n: default for n, default in found if default is not Parameter.empty}
+        self.optional = tuple(self._defaults)  # the arguments that a backend names if it reads them
         self.signature = Signature(f"{NAMESPACE}.{self.name}", self.arguments.signature)
         self.memo = Memo(self.signature, remembers)
-        self._backends: dict[str, Backend] = {REFERENCE: Backend(name=REFERENCE, run=body)}
+        definition = Backend(name=REFERENCE, run=body, arithmetic=arithmetic)
+        self._backends: dict[str, Backend] = {REFERENCE: definition}
         # Ways in which backends run calls, by names that alone ask for them.
         self.paths: dict[str, Backend] = {}
         # Candidates by device type in the order in which they are asked; the reference is the last.
@@ -82,6 +88,7 @@ class Registration:
         priority: int = 0,
         composed: bool = False,
         layout: Layout | None = None,
+        arithmetic: Arithmetic = unknown,
     ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
         """Register the decorated function as a backend; `Backend` says what the arguments mean.
 
@@ -99,8 +106,7 @@ class Registration:
                 f"{NAMESPACE}.{self.name} are {', '.join(optional)}"
                 f"{did_you_mean(unknown[0], optional)}"
             )
-        defaults = {n: self.arguments.signature.parameters[n].default for n in optional}
-        wanted = {n: default for n, default in defaults.items() if n not in reads}
+        wanted = {n: default for n, default in self._defaults.items() if n not in reads}
         if layout is not None:
             if self._layouts.setdefault(layout.name, layout) is not layout:
                 raise ValueError(f"another layout of {NAMESPACE}.{self.name} is {layout.name!r}")
@@ -126,6 +132,7 @@ class Registration:
                 priority=priority,
                 composed=composed,
                 layout=layout,
+                arithmetic=arithmetic,
                 unread=self.arguments.differing(wanted),
                 ignores=self.arguments.any_differing(wanted),
                 in_double=self._in_double,
@@ -203,9 +210,11 @@ class Registration:
         *,
         refusal: Callable[[Any], str | None],
         most: Callable[[Any], int | None],
+        arithmetic: Arithmetic = unknown,
     ) -> None:
         """Register one of the ways in which a backend runs calls. Its name runs those that the
-        backend supports, of which `refusal` gives None, of at most so many rows (None: any number).
+        backend supports, of which `refusal` gives None, of at most so many rows (None: any number);
+        `arithmetic` is that of the path.
 
         Raises ValueError if the name is taken.
         """
@@ -223,8 +232,9 @@ class Registration:
 
         rows = Rows(possible=possible)
         self.paths[name] = replace(
-            of, name=name, run=run, supports=supports, rows=rows, told=None, in_plan=None
-        )
+            of, name=name, run=run, supports=supports, rows=rows, arithmetic=arithmetic,
+            told=None, in_plan=None,
+        )  # fmt: skip
 
     def in_plan(self, name: str, runs: InPlan) -> None:
         """Say what runs calls of a plan by a backend or a path; `Backend` says what is given."""
@@ -263,3 +273,34 @@ class Registration:
             here = (b for b in others if b.devices is None or device in b.devices)
             found = self._order[device] = (*here, self.backends[REFERENCE])
         return found
+
+    def invariant(self, device: str, call: Any) -> tuple[Backend, ...]:
+        """The candidates for a call in a block of `invariant`: of those that do not refuse it, for
+        any number of rows, the ones of one arithmetic.
+
+        Raises NotImplementedError, with every refusal, if there is none.
+        """
+        refusals = [(b, b.refusal(device, None, call)) for b in self.candidates(device)]
+        found = of_one_arithmetic([b for b, why in refusals if why is None], call)
+        if found:
+            return found
+        lines = [f"  {b.name}: {why or SOME_ROWS}" for b, why in refusals]
+        said = f"no backend of {NAMESPACE}.{self.name} gives these rows the same bits in any batch:"
+        raise NotImplementedError("\n".join([said, *lines]))
+
+
+SOME_ROWS = "runs a limited number of rows, and others of its arithmetic do not run more"
+
+
+def of_one_arithmetic(asked: Sequence[Backend], call: Any) -> tuple[Backend, ...]:
+    """Of backends that can run an invariant call, in the order in which they are asked, those of
+    one arithmetic: that of the first which is the better choice for any number of rows, else of the
+    first that can run any number. The definition's is taken only where no other can."""
+    every = [b for b in asked if b.rows.possible is None or b.rows.possible(call) == ANY_ROWS]
+    others = [b for b in every if b.name != REFERENCE]
+    best = (b for b in others if b.rows.preferred is None or b.rows.preferred(call) is None)
+    chosen = next(best, None) or next(iter((*others, *every)), None)
+    if chosen is None:
+        return ()
+    name = chosen.arithmetic(call)
+    return tuple(b for b in asked if b.arithmetic(call) == name)

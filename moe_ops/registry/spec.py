@@ -20,9 +20,10 @@ from moe_ops.checks.shapes import DOUBLE
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.registry.advice import advise
 from moe_ops.registry.backend import Backend
-from moe_ops.registry.definitions import define, take_over
+from moe_ops.registry.definitions import define
 from moe_ops.registry.formulas import Formula, recorded
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
+from moe_ops.registry.invariance import INVARIANT, Arithmetic, as_planned, unknown
 from moe_ops.registry.ranges import parse_plan
 from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration, Runs
 from moe_ops.registry.rules import Rules, sharding
@@ -66,10 +67,11 @@ class Op(Registration):
         check: Callable[[Any], None],
         table: dict[str, Op],
         remembers: bool = False,
+        arithmetic: Arithmetic = unknown,
     ) -> None:
         if body.__name__ in OPS or body.__name__ in DECODE_OPS:
             raise ValueError(f"op {NAMESPACE}.{body.__name__} is defined twice; rename one of them")
-        super().__init__(body, remembers)
+        super().__init__(body, remembers, arithmetic)
         name, self.check = self.name, check
         self._first = self.arguments.first
         self._rows, self._rows_at = self.arguments.rows, self.arguments.rows_at or 0
@@ -81,24 +83,16 @@ class Op(Registration):
         self.rules: Rules | None = None
         self._is_cast = False  # by autocast
 
-        self._define(name, self.schema, self._run)
+        define(name, self.schema, self._run, _library)
         # An autograd formula registered with torch.library would cost several microseconds a call.
         _library.impl(name, self._run_recorded, "Autograd")
         # The same op for compiled graphs: arguments were checked and backends chosen in tracing.
-        self._define(f"{name}.planned", self.planned_schema, self._run_planned)
+        define(f"{name}.planned", self.planned_schema, self._run_planned, _library)
         packet = getattr(getattr(torch.ops, NAMESPACE), name)
         self.overload, self.planned = packet.default, packet.planned
         self.waiting: torch._ops.OpOverload | None = None  # `planned`, which no graph may hold
         self._below_autograd = self.overload
         table[name] = self
-
-    @staticmethod
-    def _define(name: str, schema: str, run: Callable[..., Any]) -> None:
-        """Define an overload, run by a function, unless libmoe_ops has defined it."""
-        is_librarys = define(name, schema, _library)
-        _library.impl(name, run, "CompositeExplicitAutograd")
-        if is_librarys:
-            take_over(name, run, _library)
 
     @property
     def planned_schema(self) -> str:
@@ -254,9 +248,9 @@ class Op(Registration):
                 f"{NAMESPACE}.{self.name} are {', '.join(self.backends)}"
             )
         runs = tuple(
-            (upto, backend.run if backend.in_plan is None else backend.in_plan(plan), name)
-            for upto, name, backend in found
-            if backend is not None
+            (upto, as_planned(plan, b.run if b.in_plan is None else b.in_plan(plan)), name)
+            for upto, name, b in found
+            if b is not None
         )
         self._plans[plan] = runs
         return runs
@@ -317,9 +311,9 @@ class Op(Registration):
     def pick(self, call: Any) -> Backend:
         """The backend that runs this call: the forced one, else the reference of a call in float64,
         else the first that does not refuse and for which there are not too many rows, else the
-        first that does not refuse.
+        first that does not refuse. Of an invariant call only those of one arithmetic are asked.
 
-        Raises NotImplementedError, with every refusal, if the forced backend cannot run.
+        Raises NotImplementedError, with every refusal, if the forced backend, or none, can run it.
         """
         first = self._first(call)
         device = "cpu" if first.is_cpu else first.device.type
@@ -328,6 +322,8 @@ class Op(Registration):
             name = forced.get(self.name) or forced.get("*")
             if name is not None:
                 return self._pick_forced(name, device, call)
+        if INVARIANT.get():
+            return self._first_of(self.invariant(device, call), call)
         candidates = self._order.get(device) or self.candidates(device)
         if len(candidates) == 1:
             return candidates[0]
@@ -355,7 +351,8 @@ class Op(Registration):
             if most is None or self._rows(call) <= most:
                 return backend
             beyond = beyond or backend
-        raise AssertionError(f"the reference of {NAMESPACE}.{self.name} takes every valid call")
+        assert beyond is not None, "the reference takes every valid call"
+        return beyond
 
     def refusals(self, *args: Any, **kwargs: Any) -> dict[str, str | None]:
         """Why each backend cannot run this call (None: it can), by backend name.
@@ -391,7 +388,11 @@ class Op(Registration):
 
 
 def op(
-    *, check: Callable[[Any], None], table: dict[str, Op] = OPS, remembers: bool = False
+    *,
+    check: Callable[[Any], None],
+    table: dict[str, Op] = OPS,
+    remembers: bool = False,
+    arithmetic: Arithmetic = unknown,
 ) -> Callable[[Callable[[Any], Any]], Op]:
-    """Make the decorated reference body an op."""
-    return lambda body: Op(body, check, table, remembers)
+    """Make the decorated reference body an op; `arithmetic` is that of the body."""
+    return lambda body: Op(body, check, table, remembers, arithmetic)

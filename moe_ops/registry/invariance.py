@@ -1,0 +1,62 @@
+"""Batch invariance: the bits of a row depend on the row alone, not on how many there are, where it
+lies among them, nor on what the others hold.
+
+A backend says by an `Arithmetic` how it computes one row: in which order and groups it sums, what
+it rounds, by which instructions. Backends of equal names give equal bits, so that one of them may
+run few rows and another many. A name may depend on the layer, its formats and widths, and on the
+device, but on nothing of the rows: neither their number nor their strides, addresses or values.
+What cannot promise that gives the reason, as a `Refused`, and no invariant call gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+
+class Refused(str):
+    """Why the bits of a row depend on other rows, in words."""
+
+
+Arithmetic = Callable[[Any], str]  # of a record; a str that is a Refused is no name
+
+# Whether calls have to be invariant, as `using` and compiled graphs ask for it.
+INVARIANT: ContextVar[bool] = ContextVar("moe_ops_batch_invariant", default=False)
+PLANNED = "invariant;"  # what the plan of a call that has to be invariant begins with
+
+DEFINITION = "definition"
+
+
+def unknown(call: Any) -> str:
+    """The arithmetic of a backend that says none."""
+    return Refused("its sums may depend on the number of rows")
+
+
+def by_parts(call: Any) -> str:
+    """The arithmetic of a definition that computes nothing of a row but by other ops, each of which
+    is asked in turn, and by copies."""
+    return DEFINITION
+
+
+@contextmanager
+def invariant(wanted: bool = True) -> Iterator[None]:
+    """Have the calls inside be invariant, or not; the inner of two nested blocks wins."""
+    token = INVARIANT.set(wanted)
+    try:
+        yield
+    finally:
+        INVARIANT.reset(token)
+
+
+def as_planned(plan: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """What runs a record as a plan says: `run`, in which every call is invariant if this one is."""
+    if not plan.startswith(PLANNED):
+        return run
+
+    def ran(call: Any) -> Any:
+        with invariant():
+            return run(call)
+
+    return ran
