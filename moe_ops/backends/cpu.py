@@ -69,6 +69,7 @@ def most_gemm_rows(call: ExpertGemmCall) -> int | None:
     rows=Rows(preferred=most_gemm_rows),
     devices=("cpu",),
     priority=1,
+    arithmetic=lambda call: "cpu",
 )
 def stream_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` that reads each weight once."""
@@ -102,6 +103,12 @@ def most_tokens(call: ExpertsCall) -> int | None:
     return None if rows is None else rows * call.w13_EFD.shape[0] // call.ids_TK.shape[1]
 
 
+def arithmetic(call: ExpertsCall) -> str:
+    """How the kernels compute a token's row: each product of a row by itself, in the order of its
+    columns, then its experts in the order of its choices."""
+    return cpu_codes.arithmetic(call) if call.w_format else "cpu"
+
+
 @experts.backend(
     "cpu",
     reads=(*reads.EXPERTS, *reads.STATIC_SCALES, *reads.CODES),
@@ -109,6 +116,7 @@ def most_tokens(call: ExpertsCall) -> int | None:
     rows=Rows(preferred=most_tokens),
     devices=("cpu",),
     priority=1,
+    arithmetic=arithmetic,
 )
 def stream_experts(call: ExpertsCall) -> Tensor:
     """`experts` that reads each weight once, in one call, and never copies a token."""
@@ -133,7 +141,14 @@ def supports_route(call: RouteCall) -> str | None:
     return kernels.unavailable()
 
 
-@route.backend("cpu", reads=reads.ROUTE, supports=supports_route, devices=("cpu",), priority=1)
+@route.backend(
+    "cpu",
+    reads=reads.ROUTE,
+    supports=supports_route,
+    devices=("cpu",),
+    priority=1,
+    arithmetic=lambda call: "cpu",
+)
 def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     """`route` in one pass over each token's logits."""
     c = call
@@ -152,6 +167,7 @@ def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     supports=lambda call: supports_route(call.routing),
     devices=("cpu",),
     priority=1,
+    arithmetic=lambda call: "cpu",
 )
 def route_and_record(call: RouteRecordingCall) -> tuple[Tensor, Tensor]:
     """`route_recording` by the kernel of `route`, whose results are then copied."""
@@ -168,6 +184,7 @@ def route_and_record(call: RouteRecordingCall) -> tuple[Tensor, Tensor]:
     supports=lambda call: supports_route(call.routing),
     devices=("cpu",),
     priority=1,
+    arithmetic=lambda call: "cpu",
 )
 def route_as_recorded(call: RouteReplayingCall) -> tuple[Tensor, Tensor]:
     """`route_replaying` by its definition, whose own choice is the kernel's."""

@@ -10,6 +10,7 @@ from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant.formats import ALL, ROW, TENSOR, Format, keep_by_format
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import INVARIANT, Refused
 
 SMALL_GROUPS, GROUP = (32, 64), 128
 
@@ -81,6 +82,19 @@ def _of_inputs(inputs: Format, weights: Format, width: int) -> str | None:
     return None
 
 
+def arithmetic(call: ExpertsCall) -> str:
+    """How the kernels compute a token's row, of a layer with quantised weights."""
+    if call.x_format and Format.of(call.x_format).group == TENSOR and call.x_scale is None:
+        return Refused(ONE_SCALE)
+    return "cpu"
+
+
+ONE_SCALE = (
+    "one scale for all tokens is made of the largest of them; give x_scale and h_scale, or take "
+    "inputs with a scale for each row"
+)
+
+
 def run(call: ExpertsCall, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
     """`experts` that reads each code once for a few tokens, given tokens with contiguous rows and
     contiguous ids of the experts here.
@@ -97,7 +111,9 @@ def run(call: ExpertsCall, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         kernels.Codes(c.w2_EDI, c.w2_scale_EDG, c.w2_zero_EDG, format.group, of_h),
         (c.b13_EF, c.b2_ED),
         (c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift),
-        kernels.Kind(format.element, format.scale, _element(c.x_format)),
+        kernels.Kind(
+            format.element, format.scale, _element(c.x_format), invariant=INVARIANT.get()
+        ),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized
 from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.quant.formats import Format
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import INVARIANT
 
 
 def supports(call: QuantizedLinearsCall) -> str | None:
@@ -27,11 +28,14 @@ def supports(call: QuantizedLinearsCall) -> str | None:
     return kernels.unavailable(Format.of(call.w_format).element)
 
 
-@quantized_linears.backend("cpu", supports=supports, devices=("cpu",), priority=2)
+@quantized_linears.backend(
+    "cpu", supports=supports, devices=("cpu",), priority=2, arithmetic=lambda call: "cpu"
+)
 def multiply(call: QuantizedLinearsCall) -> list[Tensor]:
     """`quantized_linears` by kernels that decode codes as they read them."""
     x_TK, format = with_rows(call.x_TK), Format.of(call.w_format)
-    of, outs = kernels.Kind(format.element, format.scale), []
+    of = kernels.Kind(format.element, format.scale, invariant=INVARIANT.get())
+    outs = []
     for g, w_NK in enumerate(call.weights):
         zero, bias = call.zeros[g], call.biases[g]
         codes = kernels.Codes(

@@ -47,6 +47,7 @@ class LayerFields(ctypes.Structure):
         *((name, c_int64) for name in ("w13_column_stride", "w2_column_stride")),
         *((name, c_int32) for name in ("ids_are_int64", "weights_are_float32", "threads")),
         ("activation", ActivationFields),
+        ("invariant", c_int32),
     ]
 
 
@@ -142,6 +143,7 @@ def layer_of(
     w2: Tensor,
     width: int,
     activation: tuple[str, bool, bool, float, float | None, float],
+    invariant: bool = False,
 ) -> LayerFields:
     """The sizes and strides of a layer whose experts have this width after the activation: its
     kind, gated, interleaved, alpha, limit and up_shift. Strides of weights count their elements.
@@ -158,6 +160,7 @@ def layer_of(
             *(KINDS.index(kind), gated, interleaved, limit is not None),
             *(alpha, limit or 0.0, up_shift),
         ),
+        invariant,
     )
 
 

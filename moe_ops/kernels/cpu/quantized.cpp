@@ -18,7 +18,7 @@ template <typename X> struct Tile {
   const float* scales[kMaxTokens];
   int32_t offsets[kMaxTokens];
   bool grouped;   // a scale for each span, not for the whole row
-  bool infinite;  // a row is, or has a NaN
+  bool infinite[kMaxTokens];  // a row is, or has a NaN
 };
 
 // dots[t] = w . x[t] for one row of a weight and `Tokens` rows of numbers, in integers.
@@ -70,8 +70,9 @@ template <Span span, int Tokens, bool differences = false, typename W>
 void block(const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
   typedef typename W::Math Math;
   constexpr int registers = W::Decode::kRegisters;
-  // Independent sums, so that a product need not wait for the one before; those of other spans are independent.
-  constexpr int chains = span == kSteps || Tokens <= 2 ? 2 : 1;
+  // Independent sums, so that a product need not wait for the one before. So many for any number of tokens, whose sums
+  // then do not depend on it.
+  constexpr int chains = 2;
   typename W::Decode decode;
   constexpr bool sums_have_zero = W::Element::kZero && !differences;
   Floats total[Tokens] = {}, part[Tokens][chains], zero = {};
@@ -180,8 +181,8 @@ template <Span span, typename W>
 __attribute__((cold, noinline)) void dot_differences(int tokens, const W& w, const Row& row,
                                                      const Tile<typename W::X>& tile, float* dots) {
   for (int t = 0; t < tokens; ++t) {
-    const Tile<typename W::X> one = {{tile.x[t]}, {}, {tile.scales[t]}, {}, tile.grouped, true};
-    if (std::isfinite(dots[t])) continue;
+    const Tile<typename W::X> one = {{tile.x[t]}, {}, {tile.scales[t]}, {}, tile.grouped, {true}};
+    if (!tile.infinite[t] || std::isfinite(dots[t])) continue;
     if constexpr (W::kBlocks) row_of_blocks<1, true>(w, row, one, dots + t);
     else block<span, 1, true>(w, row, one, dots + t);
   }
@@ -191,7 +192,8 @@ template <Span span, typename W>
 void dot_spans(int tokens, const W& w, const Row& row, const Tile<typename W::X>& tile, float* dots) {
   block_of<span>(tokens, w, row, tile, dots);
   if constexpr (W::kSums) {
-    if (tile.infinite) dot_differences<span>(tokens, w, row, tile, dots);
+    if (std::any_of(tile.infinite, tile.infinite + tokens, [](bool is) { return is; }))
+      dot_differences<span>(tokens, w, row, tile, dots);
   }
 }
 
@@ -213,9 +215,8 @@ void for_tiles(const Rows& rows, int32_t e, const Arranged<W>& x, const Source& 
   tile.grouped = x.groups > 1;
   for (int32_t r0 = rows.begin(e); r0 < rows.ends[e]; r0 += kMaxTokens) {
     const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
-    tile.infinite = false;
     for (int t = 0; t < tokens; ++t) {
-      if constexpr (W::kSums) tile.infinite |= x.infinite[source(r0 + t)];
+      if constexpr (W::kSums) tile.infinite[t] = x.infinite[source(r0 + t)];
       tile.x[t] = x.row(source(r0 + t));
       tile.sums[t] = x.sums_of(source(r0 + t));
       tile.scales[t] = x.scales_of(source(r0 + t));
@@ -241,8 +242,8 @@ template <typename T, typename W, typename V> V activated(const Layer& l, V gate
 }
 
 // Whether an expert has so many rows that its codes are decoded ahead of the products.
-template <typename W> bool by_panels(const Rows& rows, int32_t e) {
-  return !W::kIntegers && rows.ends[e] - rows.begin(e) >= kLeastPanelTokens;
+template <typename W> bool by_panels(const Layer& l, const Rows& rows, int32_t e) {
+  return !W::kIntegers && !l.invariant && rows.ends[e] - rows.begin(e) >= kLeastPanelTokens;
 }
 
 // h[r, i] = act(w13[gate row i] . x + b13, w13[up row i] . x + b13) for rows i of [first, last).
@@ -255,7 +256,7 @@ void first_product(const Layer& l, Worker<W>& worker, const T* bias, const Arran
   const T* const b = bias ? bias + e * l.F : nullptr;
   const auto source = [&](int64_t r) { return routed ? r : rows.pair(r) / l.K; };
   if constexpr (!W::kIntegers) {
-    if (by_panels<W>(rows, e)) {
+    if (by_panels<W>(l, rows, e)) {
       const auto gate_bias = [&](int64_t i0) {
         return bias_of(b, last - i0, [&](int64_t i) { return gate_row(i0 + i); });
       };
@@ -309,7 +310,7 @@ void second_product(const Layer& l, Worker<W>& worker, const T* bias, const Arra
     store(y + rows.pair(r) * l.D + d, dot + (bias ? to_float(bias[e * l.D + d]) : 0.0f));
   };
   if constexpr (!W::kIntegers) {
-    if (by_panels<W>(rows, e)) {
+    if (by_panels<W>(l, rows, e)) {
       for (int64_t d0 = first; d0 < last; d0 += kPanelRows) {
         const auto row_of = [&](int place) { return d0 + place < last ? d0 + place : -1; };
         const T* const b = bias ? bias + e * l.D + d0 : nullptr;
@@ -370,7 +371,7 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
   for (const int32_t e : rows.active) std::fill(owner.begin() + rows.begin(e), owner.begin() + ends[e], e);
   const auto expert = [&](int64_t r) { return owner[r]; };
   bool panels = false;
-  for (const int32_t e : rows.active) panels |= by_panels<W>(rows, e);
+  for (const int32_t e : rows.active) panels |= by_panels<W>(l, rows, e);
 #pragma omp parallel num_threads(threads_for(int64_t(rows.active.size()) * l.F * l.D, l.threads))
   {
     Worker<W> worker13(first, panels), worker2(second, panels);
@@ -401,7 +402,7 @@ void linear(const Layer& l, const T* x, const uint8_t* w, const Scales& scales, 
     Arranged<W> x_TI(weight, Inputs{}, l.T);
     const int32_t ends[1] = {int32_t(l.T)};
     const Rows rows(nullptr, ends, 1);
-    const bool panels = by_panels<W>(rows, 0);
+    const bool panels = by_panels<W>(l, rows, 0);
 #pragma omp parallel num_threads(threads_for(l.D * l.I, l.threads))
     {
       Worker<W> worker(weight, panels);

@@ -69,13 +69,15 @@ class _Inputs(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Which kernels: an element type of codes, a type of scales, an element type of inputs (one of
-    INPUTS), and one of INSTRUCTIONS.
+    INPUTS), and one of INSTRUCTIONS; `invariant`: those whose sums for a token do not depend on how
+    many there are.
     """
 
     element: str
     scale: str
     inputs: str = ""
     instructions: str = ""
+    invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,9 @@ def experts(
     """
     gated, width = activation[1], w13.values.shape[1]
     width = width // 2 if gated else width
-    layer = layer_of(x_TD, weights_TK, ids_TK, w13.values, w2.values, width, activation)
+    layer = layer_of(
+        x_TD, weights_TK, ids_TK, w13.values, w2.values, width, activation, of.invariant
+    )
     out_TD = x_TD.new_empty(x_TD.shape)
     _functions(of.element, of.inputs, of.instructions)[x_TD.dtype](
         layer,
@@ -236,6 +240,7 @@ def linear(x_TK: Tensor, w: Codes, bias_N: Tensor | None, of: Kind) -> Tensor:
         *(0, 0, w.values.stride(0), w.values.stride(1)),
         *(1, 1),
         *(False, False, torch.get_num_threads()),
+        invariant=of.invariant,
     )
     out_TN = x_TK.new_empty(T, N)
     _linears(of.element, of.instructions)[x_TK.dtype](

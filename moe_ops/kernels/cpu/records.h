@@ -19,6 +19,7 @@ struct Layer {
   int64_t w13_column_stride, w2_column_stride;
   int32_t ids_are_int64, weights_are_float32, threads;
   Activation activation;
+  int32_t invariant;  // whether a token's sums may not depend on how many there are
 };
 
 struct Router {
