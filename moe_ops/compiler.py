@@ -291,6 +291,7 @@ def quicken(
         compile_model=compile_model,
         pool=GraphPool(),
         tell=tell,
+        batch_invariant=options[HOOK].options.batch_invariant,
     )
     give(twin, tools, follow)
 

@@ -10,6 +10,7 @@ to as a result. Inductor makes it the op again, behind all passes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -18,7 +19,8 @@ from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import FUNCTIONAL, layer_of
 from moe_ops.planning import tuned
 from moe_ops.planning.choose import Node, Rules, choose
-from moe_ops.registry.spec import NAMESPACE, OPS, REFERENCE, Op
+from moe_ops.registry.invariance import PLANNED
+from moe_ops.registry.spec import NAMESPACE, OPS, Op
 
 RULE = "pick_backend"
 ORIGIN = ("nn_module_stack", "stack_trace", "from_node")  # where in the model a node comes from
@@ -28,7 +30,7 @@ def pick_backend(graph: fx.Graph, context: Context) -> int:
     """Replace ops by planned ones; record a choice for every op, those left for `lower` included.
 
     Raises ValueError for thresholds that give a node to a backend which cannot run it, and under
-    `strict` RuntimeError for a node that every backend refuses.
+    `strict` and `batch_invariant` RuntimeError for a node that every backend refuses.
     """
     decided = {choice.node for choice in context.choices}
     nodes = [n for n in graph.nodes if generic_op(n) is not None and n.name not in decided]
@@ -40,10 +42,11 @@ def pick_backend(graph: fx.Graph, context: Context) -> int:
         op = generic_op(node)
         assert op is not None
         call, place = call_of(op, node), Node(name=node.name, layer=layer_of(node))
+        wanted = options.batch_invariant or is_invariant(node)
         with context.for_all_sizes():
-            choice = choose(op, call, place, rules)
+            choice = choose(op, call, place, replace(rules, batch_invariant=wanted))
         context.choices.append(choice)
-        if choice.backends != (REFERENCE,):
+        if not choice.is_definition:
             make_planned(graph, node, op, choice.plan)
             context.rewrote(RULE, node.name, choice.layer, f"{op.name}: {choice.text}")
             count += 1
@@ -56,7 +59,14 @@ def generic_op(node: fx.Node) -> Op | None:
     if node.op != "call_function" or getattr(target, "namespace", "") != NAMESPACE:
         return None
     op = OPS.get(target._schema.name.partition("::")[2])
-    return op if op is not None and target is op.overload else None
+    if op is None or (target is not op.overload and not is_invariant(node)):
+        return None
+    return op
+
+
+def is_invariant(node: fx.Node) -> bool:
+    """Whether a node says that its call has to be batch invariant, and not yet by what."""
+    return node.kwargs.get("plan") == PLANNED
 
 
 def is_functional(node: fx.Node) -> bool:
@@ -71,7 +81,7 @@ def is_functional(node: fx.Node) -> bool:
 def call_of(op: Op, node: fx.Node) -> Any:
     """The record of a node's arguments, tensors as the graph's fake ones."""
     args, kwargs = arguments_of(op, node)
-    return op.call(*args, **kwargs)
+    return op.call(*args, **{name: value for name, value in kwargs.items() if name != "plan"})
 
 
 def arguments_of(op: Op, node: fx.Node) -> tuple[Any, dict[str, Any]]:

@@ -40,6 +40,7 @@ from moe_ops.generation.steps import Tools
 from moe_ops.generation.wide import WIDTHS, width_for
 from moe_ops.graphs.report import StepsReport
 from moe_ops.hf.subclass import subclass
+from moe_ops.registry.invariance import INVARIANT, invariant
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -83,7 +84,8 @@ class Generation:
     def call(self) -> Iterator[Callable[[], list[Lease]]]:
         """A call of `generate`, and what tells its leases: one at a time, on whichever stream; a
         call may contain another."""
-        with self.lock:
+        tools = self.decoder.tools
+        with self.lock, invariant(tools.batch_invariant or INVARIANT.get()):
             device = self.decoder.model.device
             if self.done is not None and device.type == "cuda":
                 torch.cuda.current_stream(device).wait_event(self.done)

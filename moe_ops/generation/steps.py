@@ -45,7 +45,7 @@ class Tools:
     `layers` runs layers for any number of sequences and tokens, `compile_step` compiles for
     the sizes of its first call, `compile_model` a whole model for what transformers calls so.
     `pool` captures prompts and steps, in memory that they share. `tell` is called where more may
-    have been compiled, and says what came of it.
+    have been compiled, and says what came of it. With `batch_invariant` ops are run so.
     """
 
     layers: Region
@@ -53,6 +53,7 @@ class Tools:
     compile_model: CompileModel
     pool: GraphPool
     tell: Callable[[], None] = lambda: None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -41,7 +41,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         check_type(
             "padding", given["padding"], str, "a moe_ops.layer.Padding, a backend's name or None"
         )
-    for name in ("bias", "balanced", "separate"):
+    for name in ("bias", "balanced", "separate", "batch_invariant"):
         check_flag(name, given[name])
     if given["beside"] is not None:
         check_flag("beside, where it is not None,", given["beside"])

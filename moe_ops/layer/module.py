@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moe_ops.checks.shapes import INDICES, check_float, check_size, check_tensor
 from moe_ops.layer.checks import check_arguments, check_input
 from moe_ops.layer.exchange import Exchange, agreed_rows
+from moe_ops.layer.gate import logits_of
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
 from moe_ops.layer.padding import Asked
@@ -55,6 +56,7 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
+from moe_ops.registry.invariance import invariant_if
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.11
@@ -81,7 +83,6 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
     Parameters, each absent (None) where a layer has none, with E = sizes.E slots here and the other
     letters of `sizes`:
-
         w13_weight [E, F, D], w2_weight [E, D, I]   rows gate then up; alternating if the activation
                                                     is interleaved; packed along the last axis
         w13_bias [E, F], w2_bias [E, D]             w2_bias on the first tensor-parallel rank alone
@@ -99,8 +100,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
 
     shared_experts: a module, a number of fused ones, or `SharedExperts` with either. latent: see
     `Latent`. placement: `Placement`, or as `place` has it. padding: `Padding`, or the backend for
-    which sizes are rounded up. Each field of
-    these records, and of `OwnTokens` beside tokens="own", may be given as a keyword instead.
+    which sizes are rounded up. Each field of these records, and of `OwnTokens` beside tokens="own",
+    may be given as a keyword instead.
 
     quant: None, the name of a scheme with one format, the format of weights, or a `QuantConfig`. A
     quantised input whose scale is dynamic and covers the whole width (or all tokens) is scaled by
@@ -115,6 +116,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
     reduce_results: the name of a process group to all-reduce over, True for the default group,
     which has to be of the ranks of `parallel`, a function that reduces a tensor, or None to return
     this rank's part. Of one rank True adds nothing.
+    batch_invariant: give a token the same bits whatever the others are; see docs/INVARIANCE.md.
 
     Raises ValueError or TypeError, saying what to do, if the arguments do not fit together.
     """
@@ -163,6 +165,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         placement: str | Placement = LINEAR,
         reduce_results: Reduction | bool = None,
         padding: str | Padding | None = None,
+        batch_invariant: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         **by_field: Unpack[Fields],
@@ -176,7 +179,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation, self.parallel = routing, activation, parallel
         self.reduce_results: Reduction = told.given["reduce_results"]
-        self.exchange = exchange
+        self.exchange, self.batch_invariant = exchange, batch_invariant
         self.shared_reduction, self.separate = told.shared.shared_reduction, told.shared.separate
         self.tokens, self.max_num_tokens = told.given["tokens"], told.given["max_num_tokens"]
         self._missing_exchange = missing_exchange(parallel, self.tokens)
@@ -304,8 +307,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         if logits is not None:
             return logits.reshape(-1, logits.shape[-1])
         assert self.gate is not None  # as `check_input` says
-        made: Tensor = self.gate(x_TD)
-        return made
+        return logits_of(self.gate, x_TD, self.batch_invariant)
 
     def route(self, x_TD: Tensor, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts. Returns (weights_TK, ids_TK) with global ids of physical experts, K =
@@ -321,7 +323,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
             check_size("the custom routing's ids_TK", ids_TK, 1, self.top_k, "top_k")
         else:
             options, bias_E = self.routing.options, self.correction_bias
-            weights_TK, ids_TK = route(logits_TE, self.top_k, bias_E, **options)
+            choose = invariant_if(self.batch_invariant, route)
+            weights_TK, ids_TK = choose(logits_TE, self.top_k, bias_E, **options)
         if self.replica_counts is not None:
             # Ranks that are given the same tokens choose alike.
             start = 0 if self.exchange is None else self.parallel.rank // self.exchange.sharers

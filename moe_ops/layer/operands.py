@@ -45,6 +45,7 @@ class Operands:
     layout: str
     sizes: LayerSizes
     expert_offset: int
+    batch_invariant: bool
 
     @property
     def has_order_by_expert(self) -> bool:
@@ -130,5 +131,5 @@ def operands_of(layer: Any) -> Operands:
     )  # fmt: skip
     return Operands(
         w13, w2, layer.input_order, layer.activation, layer.quant, layer.layout, layer.sizes,
-        layer.expert_offset,
+        layer.expert_offset, layer.batch_invariant,
     )  # fmt: skip

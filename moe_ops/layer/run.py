@@ -27,6 +27,7 @@ from moe_ops.ranks.shares import in_shares, share_of
 from moe_ops.ranks.transport import AUTO, GATHER
 from moe_ops.ranks.turns import turns
 from moe_ops.registry.gradients import needs_grad, without_gradient
+from moe_ops.registry.invariance import invariant_if
 
 NO_GRADIENT = (
     "this MoELayer quantises its inputs, through which no gradients are defined, as rounding is "
@@ -105,7 +106,7 @@ def _once(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tensor:
     run, options = experts, held.options()
     if held.adds_to_main_grad:
         run, options = experts_accumulating, held.training_options()
-    out_TD = run(
+    out_TD = invariant_if(held.batch_invariant, run)(
         held.padded(routed.x_TD), routed.weights_TK, routed.ids_TK, held.w13.weight, held.w2.weight,
         held.w13.bias, held.w2.bias, expert_map=expert_map,
         expert_offset=None if expert_map is None else held.expert_offset, **options,

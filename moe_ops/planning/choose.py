@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from moe_ops.planning.plan import Choice, Range, Source
 from moe_ops.planning.thresholds import THRESHOLD_OPS
 from moe_ops.quant.formats import Format
 from moe_ops.registry.advice import advise
+from moe_ops.registry.invariance import invariant
 from moe_ops.registry.ranges import Ranges
-from moe_ops.registry.registration import ANY_ROWS
+from moe_ops.registry.registration import ANY_ROWS, SOME_ROWS, of_one_arithmetic
 from moe_ops.registry.spec import NAMESPACE, REFERENCE, Op
 
 # What is raised by a decision on a symbolic size, which would add a guard.
@@ -45,26 +46,34 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a choice goes by besides what backends say: the user's thresholds, measurements, and
-    whether a refusal is an error."""
+    """What a choice goes by besides what backends say: the user's thresholds, measurements, whether
+    a refusal is an error, and whether calls have to be batch invariant."""
 
     thresholds: Ranges | None
     strict: bool
     table: tuned.Table
+    batch_invariant: bool = False
 
 
 def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
     """Decide which backends run an op on a record whose tensors are a graph's fake ones.
 
     Raises ValueError for thresholds that give it to a backend which cannot run it, and RuntimeError
-    if the rules are strict and every backend refuses.
+    if every backend refuses and the rules are strict, or want what is batch invariant.
     """
+    with invariant(rules.batch_invariant):
+        return _choose(op, call, node, rules)
+
+
+def _choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
     named = op.arguments.by_name(call)
     first = op.arguments.first(call)
     device, rows = device_of(first.device), bounds(op.arguments.rows(call))
     cells = _cells(device.name, op, call, rules.table)
     paths = {cell.backend for cell in cells} | {name for _, name in rules.thresholds or ()}
     asked = _ask(op, call, op.paths.keys() & paths)
+    if rules.batch_invariant:
+        asked = _of_one_arithmetic(op, call, node, asked, _forced(op, rules.thresholds))
     times = tuned.Times.of(cells, _limits(asked), frozenset(asked.paths))
     ranges, source = _decide(op, node, asked, rows, rules, times)
 
@@ -97,7 +106,33 @@ def choose(op: Op, call: Any, node: Node, rules: Rules) -> Choice:
         paths=_paths(op, call, [name for _, name in ranges]),
         elsewhere=_elsewhere(op, asked),
         sends=sent_as(call.layer) if isinstance(call, ExpertsOverRanksCall) else "",
+        batch_invariant=rules.batch_invariant and op.name not in OF_OPS,
     )
+
+
+def _of_one_arithmetic(op: Op, call: Any, node: Node, asked: Asked, forced: Ranges | None) -> Asked:
+    """What backends say to a call that has to be batch invariant: those of another arithmetic than
+    that of the user's, or else than the first for any number of rows, refuse it, too.
+
+    Raises RuntimeError if nobody is left, and the definition is none of ops that are asked in turn.
+    """
+    definition = op.backends[REFERENCE]
+    device, named = asked.first.device.type, [n for _, n in forced or () if n in op.backends]
+    with no_new_guards(op.arguments.flat(call)):
+        usable = [op.backends[name] for name in (named or asked.usable) if name in asked.usable]
+        itself = definition.refusal(device, None, call)
+        found = of_one_arithmetic([*usable, *([definition] if itself is None else [])], call)
+    if not found and op.name not in OF_OPS:
+        refusals = {**asked.refusals, REFERENCE: itself}
+        reasons = [f"  {name}: {why or SOME_ROWS}" for name, why in refusals.items()]
+        said = f"batch_invariant: no backend gives {_called(op, node)} the same bits in any batch"
+        raise RuntimeError("\n".join([said, *reasons]))
+    kept = tuple(name for name in asked.usable if any(b.name == name for b in found))
+    others = {n: OTHER_ARITHMETIC for n in asked.usable if n not in kept}
+    return replace(asked, usable=kept, refusals=asked.refusals | others)
+
+
+OTHER_ARITHMETIC = "is not batch invariant beside those that are taken: it sums in another order"
 
 
 def _elsewhere(op: Op, asked: Asked) -> dict[str, str]:

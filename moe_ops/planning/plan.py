@@ -12,6 +12,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
 from moe_ops.checks.options import check_fields, check_int, check_text, check_type
+from moe_ops.registry.invariance import PLANNED
+from moe_ops.registry.registration import REFERENCE
 
 VERSION = 1
 
@@ -69,6 +71,7 @@ class Choice:
     # In words, by which of its paths a backend of the ranges runs it, and why not by better ones.
     paths: dict[str, str] = field(default_factory=dict)
     sends: str = ""  # in words, how tokens travel to other ranks that quantise them
+    batch_invariant: bool = False  # whether a row's bits depend on no other row
 
     @property
     def text(self) -> str:
@@ -78,9 +81,17 @@ class Choice:
     @property
     def plan(self) -> str:
         """The op's `plan` argument. That of one backend for any number of rows begins with a colon,
-        as its kernels are compiled for all of them."""
+        as its kernels are compiled for all of them; that of a call that has to be batch invariant
+        says so before."""
         low, high = self.rows
-        return f":{self.text}" if len(self.ranges) == 1 and low != high else self.text
+        text = f":{self.text}" if len(self.ranges) == 1 and low != high else self.text
+        return f"{PLANNED}{text}" if self.batch_invariant else text
+
+    @property
+    def is_definition(self) -> bool:
+        """Whether the definition is compiled in place of the op. One that has to be batch invariant
+        is called instead: a compiler sums in an order of its own."""
+        return self.backends == (REFERENCE,) and not self.batch_invariant
 
     @property
     def backends(self) -> tuple[str, ...]:

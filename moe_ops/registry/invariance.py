@@ -13,7 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from moe_ops.registry.spec import Op
 
 
 class Refused(str):
@@ -24,7 +30,9 @@ Arithmetic = Callable[[Any], str]  # of a record; a str that is a Refused is no 
 
 # Whether calls have to be invariant, as `using` and compiled graphs ask for it.
 INVARIANT: ContextVar[bool] = ContextVar("moe_ops_batch_invariant", default=False)
-PLANNED = "invariant;"  # what the plan of a call that has to be invariant begins with
+# What the plan of a call that has to be invariant begins with; with nothing behind it backends are
+# asked when it runs.
+PLANNED = "invariant;"
 
 DEFINITION = "definition"
 
@@ -60,3 +68,25 @@ def as_planned(plan: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return run(call)
 
     return ran
+
+
+def invariant_if(wanted: bool, op: Op) -> Callable[..., Any]:
+    """The op, or, if wanted, what runs it batch invariant, in eager code and in what is traced.
+
+    Raises NotImplementedError for what is traced with gradients, of which a plan has none.
+    """
+    if not wanted:
+        return op
+    if not torch.compiler.is_dynamo_compiling():
+        return partial(_run_within, op)
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "batch_invariant of a layer is not carried into a compiled graph with gradients; "
+            "compile under torch.no_grad(), or give batch_invariant=True to moe_ops.compile alone"
+        )
+    return partial(op.planned, plan=PLANNED)
+
+
+def _run_within(op: Op, *args: Any, **kwargs: Any) -> Any:
+    with invariant():
+        return op(*args, **kwargs)

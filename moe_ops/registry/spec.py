@@ -23,7 +23,7 @@ from moe_ops.registry.backend import Backend
 from moe_ops.registry.definitions import define
 from moe_ops.registry.formulas import Formula, recorded
 from moe_ops.registry.gradients import forward_mode, grad_wanted, refuse_tangents
-from moe_ops.registry.invariance import INVARIANT, Arithmetic, as_planned, unknown
+from moe_ops.registry.invariance import INVARIANT, PLANNED, Arithmetic, as_planned, unknown
 from moe_ops.registry.ranges import parse_plan
 from moe_ops.registry.registration import NAMESPACE, PATH, REFERENCE, Registration, Runs
 from moe_ops.registry.rules import Rules, sharding
@@ -239,6 +239,8 @@ class Op(Registration):
 
     def _runs(self, plan: str) -> Runs:
         """The functions of a plan; kept, as a graph asks for the same one at every call."""
+        if plan == PLANNED:
+            return ((None, as_planned(plan, lambda call: self.pick(call).run(call)), "its pick"),)
         ranges = parse_plan(plan)
         found = [(upto, name, self.named(name)) for upto, name in ranges]
         unknown = [name for _, name, backend in found if backend is None]

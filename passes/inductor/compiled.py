@@ -23,6 +23,7 @@ from moe_ops.interop.told import begin
 from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.inductor.sizes import call_oblivious
 from moe_ops.passes.rewriting.context import Options
+from moe_ops.registry.invariance import INVARIANT, invariant
 from moe_ops.terminal import one_call, waiting_for
 
 log = logging.getLogger("moe_ops")
@@ -111,6 +112,7 @@ class Compiled:
         self.by_layers: ByLayers | None = None  # the same, where a model's layers can run alone
         self.before = before  # what comes before each call
         self.after = after  # and what comes after it
+        self.batch_invariant = pipeline.options.batch_invariant
         self.exporting: Exporting | None = None  # what puts ops into exported programs
         self.is_compiled = False
         self.graphs: Callable[[], GraphReport] = GraphReport
@@ -124,7 +126,7 @@ class Compiled:
         model = getattr(self.function, "__self__", None)
         if model is not None:
             begin(model, args, kwargs)
-        with one_call():
+        with one_call(), invariant(self.batch_invariant or INVARIANT.get()):
             out = self._run(*args, **kwargs)
         if self.after is not None:
             self.after()

@@ -25,8 +25,9 @@ class Options:
     leaving a region to a slower way, experts in no form that a pass knows among them. linears: run
     other products of few rows with parameters, on a GPU, by kernels of ours. beside: run shared
     experts on a second stream of a GPU, beside routed ones; None: in order, and `explain` says so.
-    stop_after: the name of the last pass to run. dump: label the graph before and after each pass
-    for depyf and TORCH_LOGS.
+    batch_invariant: run ops by what gives a token the same bits in any batch, and raise where
+    nothing does. stop_after: the name of the last pass to run. dump: label the graph before and
+    after each pass for depyf and TORCH_LOGS.
 
     Lists in place of tuples, and a path in place of its string, are made into these. Raises
     TypeError for an option of another type, and ValueError for thresholds that are none.
@@ -37,6 +38,7 @@ class Options:
     strict: bool = False
     linears: bool = True
     beside: bool | None = None
+    batch_invariant: bool = False
     stop_after: str | None = None
     dump: bool = False
 
