@@ -17,6 +17,7 @@ from moe_ops.passes.fuse_norm import fuse_norm
 from moe_ops.passes.fuse_residual import fuse_residual
 from moe_ops.passes.fuse_rope import fuse_rope
 from moe_ops.passes.hoist_quantize import hoist_quantize
+from moe_ops.passes.invariant_linears import invariant_linears
 from moe_ops.passes.lift_batched_mm import lift_batched_mm
 from moe_ops.passes.lift_grouped_mm import lift_grouped_mm
 from moe_ops.passes.lift_router import lift_router
@@ -37,6 +38,7 @@ PIPELINE: tuple[Pass, ...] = (
     drop_duplicate_quantize,
     fuse_experts,
     fuse_moe,
+    invariant_linears,
     pick_backend,
     lower,
     run_beside,

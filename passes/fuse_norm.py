@@ -13,11 +13,14 @@ from torch import fx
 
 from moe_ops.backends.triton_linears import supports_normed
 from moe_ops.decode_ops.linears import MOST_ROWS
-from moe_ops.decode_ops.normed_linears import NormedLinearsCall
+from moe_ops.decode_ops.normed_linears import NormedLinearsCall, normed_linears
 from moe_ops.decode_ops.normed_linears import refusal as refusal_of_linears
-from moe_ops.decode_ops.normed_quantized_linears import NormedQuantizedLinearsCall
+from moe_ops.decode_ops.normed_quantized_linears import (
+    NormedQuantizedLinearsCall,
+    normed_quantized_linears,
+)
 from moe_ops.decode_ops.normed_quantized_linears import refusal as refusal_of_codes
-from moe_ops.passes.merge_linears import PLAN, runs_kernels
+from moe_ops.passes.merge_linears import runs_kernels
 from moe_ops.passes.rewriting.context import Context
 from moe_ops.passes.rewriting.graph import (
     arg,
@@ -36,6 +39,8 @@ from moe_ops.passes.rewriting.graph import (
     require_closed,
     tensor,
 )
+from moe_ops.passes.rewriting.planned import plan_by
+from moe_ops.registry.spec import Op
 
 RULE = "fuse_norm"
 
@@ -62,9 +67,8 @@ def fuse_norm(graph: fx.Graph, context: Context) -> int:
     parameters = parameters_of(graph)
     found = {ops.linears.planned, ops.quantized_linears.planned}
     nodes = [n for n in graph.nodes if n.op == "call_function" and n.target in found]
-    return each(
-        RULE, filter(is_of_a_product, nodes), lambda node: _fuse(graph, node, parameters), context
-    )
+    products = filter(is_of_a_product, nodes)
+    return each(RULE, products, lambda node: _fuse(graph, node, parameters, context), context)
 
 
 def is_of_a_product(linears: fx.Node) -> bool:
@@ -149,7 +153,7 @@ def _either(node: fx.Node, target: Any, what: str) -> tuple[Any, fx.Node]:
     return a, call(b, target, what=what)
 
 
-def _fuse(graph: fx.Graph, linears: fx.Node, parameters: set[fx.Node]) -> str:
+def _fuse(graph: fx.Graph, linears: fx.Node, parameters: set[fx.Node], context: Context) -> str:
     norm = read(peel(operand(linears, 0)))
     # It is read ahead of the end of the launch before.
     require(norm.gain in parameters, f"the gain {norm.gain} is no parameter")
@@ -165,18 +169,19 @@ def _fuse(graph: fx.Graph, linears: fx.Node, parameters: set[fx.Node]) -> str:
     layers: Any = fx.node.map_arg(linears.args[1:], tensor)
     terms_of = (fakes[0], fakes[1] if len(fakes) > 1 else None)
     given: Any = (*terms_of, tensor(norm.gain), norm.eps, *layers, norm.shift)
-    codes = is_call(linears, ops.quantized_linears.planned)
-    if codes:
-        target, of_codes = ops.normed_quantized_linears, NormedQuantizedLinearsCall(*given)
+    target: Op = normed_linears
+    if is_call(linears, ops.quantized_linears.planned):
+        target, of_codes = normed_quantized_linears, NormedQuantizedLinearsCall(*given)
         reason = refusal_of_codes(of_codes) or supports_normed(of_codes)
     else:
-        target, reason = ops.normed_linears, refusal_of_linears(NormedLinearsCall(*given))
+        reason = refusal_of_linears(NormedLinearsCall(*given))
     require(reason is None, str(reason))
+    plan = plan_by(context, target, "triton", target.call(*given))
     with graph.inserting_before(norm.out):
         rows = [insert(graph, aten.reshape.default, (term, shape), norm.out) for term in terms]
         first = (*rows, *[None] * (2 - len(rows)))
         arguments = (*first, norm.gain, norm.eps, *linears.args[1:], norm.shift)
-        fused = insert(graph, target.planned, arguments, linears, PLAN)
+        fused = insert(graph, target.planned, arguments, linears, plan)
         results = outputs(graph, fused)
         *sums, normed = results[: len(rows)]
         ys = results[len(rows) :]

@@ -24,6 +24,7 @@ from moe_ops.passes.rewriting.graph import (
     require,
     tensor,
 )
+from moe_ops.registry.invariance import PLANNED
 from moe_ops.registry.spec import REFERENCE
 
 RULE = "fuse_residual"
@@ -40,7 +41,11 @@ def fuse_residual(graph: fx.Graph, context: Context) -> int:
     follows."""
     nodes = graph.find_nodes(op="call_function", target=ops.experts.planned)
     known = plans()
-    sums = {n: last_sum(n) for n in nodes if arg(n, "plan").removeprefix(":") in known}
+    sums = {
+        n: last_sum(n)
+        for n in nodes
+        if arg(n, "plan").removeprefix(PLANNED).removeprefix(":") in known
+    }
     found = {n: total for n, total in sums.items() if total is not None}
     return each(RULE, found, lambda node: _fuse(graph, node, found[node]), context)
 

@@ -32,9 +32,9 @@ from moe_ops.passes.rewriting.graph import (
     require,
     tensor,
 )
+from moe_ops.passes.rewriting.planned import plan_by
 
 RULE = "fuse_rope"
-PLAN = {"plan": "triton"}
 VIEWS = (
     aten.reshape.default,
     aten.view.default,
@@ -76,10 +76,10 @@ def fuse_rope(graph: fx.Graph, context: Context) -> int:
     put, into one `rope_attention`, which changes the caches where they are."""
     nodes = graph.find_nodes(op="call_function", target=ops.one_query.default)
     parameters = parameters_of(graph)
-    return each(RULE, nodes, lambda node: _fuse(graph, node, parameters), context)
+    return each(RULE, nodes, lambda node: _fuse(graph, node, parameters, context), context)
 
 
-def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
+def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node], context: Context) -> str:
     keys, values = (written(operand(attention, place), attention) for place in (1, 2))
     require(peel(keys.slot) is peel(values.slot), "the key and the value go into two slots")
     require(keys.cache is not values.cache, "keys and values are one cache")
@@ -112,12 +112,14 @@ def _fuse(graph: fx.Graph, attention: fx.Node, parameters: set[fx.Node]) -> str:
     fakes += [tensor(node) for node in caches]
     options = (operand(attention, 4), q.gain, k.gain, q.eps, sinks)
     fakes += fx.node.map_arg(options, tensor)
-    reason = refusal(rope_attention.call(*fakes))
+    turning = rope_attention.call(*fakes)
+    reason = refusal(turning)
     require(reason is None, str(reason))
+    plan = plan_by(context, rope_attention, "triton", turning)
     with graph.inserting_before(attention):
         rows = [insert(graph, aten.reshape.default, pair, attention) for pair in inputs]
         arguments = (*rows, *caches, *options)
-        fused = insert(graph, ops.rope_attention.planned, arguments, attention, PLAN)
+        fused = insert(graph, ops.rope_attention.planned, arguments, attention, plan)
     attention.replace_all_uses_with(fused)
     graph.erase_node(attention)
     for write in (keys, values):

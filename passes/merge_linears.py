@@ -57,8 +57,9 @@ class Linear:
 
 def merge_linears(graph: fx.Graph, context: Context) -> int:
     """Turn the products of an input of up to 64 rows with parameters into one `linears` for each
-    input, where a GPU runs them. Products of other rows, dtypes and devices are passed over."""
-    if not context.options.linears:
+    input, where a GPU runs them. Products of other rows, dtypes and devices are passed over, and
+    all where they have to be batch invariant, which holds of any number of rows or of none."""
+    if not context.options.linears or context.options.batch_invariant:
         return 0
     parameters = parameters_of(graph)
     groups: dict[tuple[fx.Node, torch.Size], list[Linear]] = {}
@@ -110,7 +111,20 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def read(node: fx.Node, parameters: set[fx.Node]) -> Linear:
-    """The linear layer that a node computes. Raises Mismatch for any other node."""
+    """The linear layer that a node computes, if it is one for `linears`. Raises Mismatch for any
+    other node."""
+    found = layer_in(node, parameters)
+    x, w, b = found.x, found.w, found.b
+    require(tensor(x).dtype in DTYPES, f"the input is {tensor(x).dtype}")
+    linear = LinearsCall(tensor(x), [tensor(w)], [None if b is None else tensor(b)])
+    reason = refusal(linear)
+    require(reason is None, str(reason))
+    return found
+
+
+def layer_in(node: fx.Node, parameters: set[fx.Node]) -> Linear:
+    """The linear layer of any rows and dtype that a node computes. Raises Mismatch for any other
+    node."""
     b: Any = None
     if node.target is aten.sum.dim_IntList:
         x, transposed = _of_one_row(node)
@@ -124,10 +138,6 @@ def read(node: fx.Node, parameters: set[fx.Node]) -> Linear:
     w = operand(transposed, 0)
     require(w in parameters, f"the weight {w} is no parameter")
     require(b is None or b in parameters, f"the bias {b} is no parameter")
-    require(tensor(x).dtype in DTYPES, f"the input is {tensor(x).dtype}")
-    linear = LinearsCall(tensor(x), [tensor(w)], [None if b is None else tensor(b)])
-    reason = refusal(linear)
-    require(reason is None, str(reason))
     return Linear(out=node, x=x, w=w, b=b)
 
 
@@ -157,14 +167,14 @@ def _merge(graph: fx.Graph, x: fx.Node, group: list[Linear]) -> str:
         arguments = (x, [g.w for g in group], [g.b for g in group])
         merged = insert(graph, ops.linears.planned, arguments, first, PLAN)
         for linear, y in zip(group, outputs(graph, merged), strict=True):
-            _replace(graph, linear.out, y)
+            replace_by(graph, linear.out, y)
     for linear in group:  # not before: new nodes go in front of the first, while it is there
         graph.erase_node(linear.out)
     return f"{len(group)} of {list(tensor(x).shape)}"
 
 
-def _replace(graph: fx.Graph, out: fx.Node, y: fx.Node) -> None:
-    """Put an output of the op, which is rounded to its dtype, in place of a product."""
+def replace_by(graph: fx.Graph, out: fx.Node, y: fx.Node) -> None:
+    """Put an output of an op, which is rounded to its dtype, in place of a product."""
     dtype = tensor(y).dtype
     for user in list(out.users) if tensor(out).dtype is not dtype else []:
         if is_call(user, prims.convert_element_type.default) and operand(user, 1) is dtype:

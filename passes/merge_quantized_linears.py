@@ -27,6 +27,8 @@ from moe_ops.passes.rewriting.graph import (
     require,
     tensor,
 )
+from moe_ops.planning.plan import written
+from moe_ops.registry.invariance import PLANNED, invariant
 
 RULE = "merge_quantized_linears"
 LISTS = ("weights", "scales", "zeros", "global_scales", "biases")
@@ -47,25 +49,28 @@ def merge_quantized_linears(graph: fx.Graph, context: Context) -> int:
     left = graph.find_nodes(op="call_function", target=ops.quantized_linears.default)
     for node in left:
         with context.for_all_sizes():
-            plan = plan_of(call_of(quantized_linears, node))
+            plan = plan_of(call_of(quantized_linears, node), context.options.batch_invariant)
         make_planned(graph, node, quantized_linears, plan)
         context.rewrote(RULE, node.name, layer_of(node), plan)
     return merged + len(left)
 
 
-def plan_of(call: QuantizedLinearsCall) -> str:
+def plan_of(call: QuantizedLinearsCall, batch_invariant: bool = False) -> str:
     """The backends of a call, as a plan for any number of rows: those that do not refuse it, in the
-    order in which they are asked, up to one that runs them all."""
+    order in which they are asked, up to one that runs them all; if `batch_invariant`, those of one
+    arithmetic, or NotImplementedError."""
     device, ranges = call.x_TK.device.type, []
-    for backend in quantized_linears.candidates(device):
+    asked = quantized_linears.candidates(device)
+    if batch_invariant:
+        with invariant():
+            asked = quantized_linears.invariant(device, call)
+    for backend in asked:
         if backend.refusal(device, None, call) is None:
             most = backend.rows.possible
             ranges.append((None if most is None else most(call), backend.name))
             if most is None:
                 break
-    if len(ranges) == 1:
-        return str(ranges[0][1])
-    return ",".join(f"{'' if upto is None else upto}:{name}" for upto, name in ranges)
+    return f"{PLANNED if batch_invariant else ''}{written(ranges)}"
 
 
 def _merge(graph: fx.Graph, group: list[fx.Node], parameters: set[fx.Node]) -> str:

@@ -108,6 +108,7 @@ MANY_PARAMETERS = {
     "what one function found and hands to the next": {
         "moe_ops/bench/step.py: StepLayer",
         "moe_ops/estimate/sizes.py: Layer",
+        "moe_ops/layer/operands.py: Operands",
         "moe_ops/published/model.py: _Plan",
         "moe_ops/weights/checkpoint.py: Loading",
         "moe_ops/weights/layouts.py: Coding",

@@ -14,12 +14,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from moe_ops.registry.spec import Op
 
 
 class Refused(str):
@@ -70,23 +67,18 @@ def as_planned(plan: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return ran
 
 
-def invariant_if(wanted: bool, op: Op) -> Callable[..., Any]:
-    """The op, or, if wanted, what runs it batch invariant, in eager code and in what is traced.
+def invariant_if(wanted: bool, op: Any) -> Callable[..., Any]:
+    """An `Op`, or, if wanted, what runs it batch invariant, in eager code and in what is traced.
 
     Raises NotImplementedError for what is traced with gradients, of which a plan has none.
     """
     if not wanted:
         return op
     if not torch.compiler.is_dynamo_compiling():
-        return partial(_run_within, op)
+        return invariant()(op)
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "batch_invariant of a layer is not carried into a compiled graph with gradients; "
             "compile under torch.no_grad(), or give batch_invariant=True to moe_ops.compile alone"
         )
     return partial(op.planned, plan=PLANNED)
-
-
-def _run_within(op: Op, *args: Any, **kwargs: Any) -> Any:
-    with invariant():
-        return op(*args, **kwargs)

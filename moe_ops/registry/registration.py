@@ -293,9 +293,10 @@ SOME_ROWS = "runs a limited number of rows, and others of its arithmetic do not 
 
 
 def of_one_arithmetic(asked: Sequence[Backend], call: Any) -> tuple[Backend, ...]:
-    """Of backends that can run an invariant call, in the order in which they are asked, those of
-    one arithmetic: that of the first which is the better choice for any number of rows, else of the
-    first that can run any number. The definition's is taken only where no other can."""
+    """The backends of one arithmetic, of those that can run an invariant call, given and returned
+    in the order in which they are asked: that of the first which is the better choice for any
+    number of rows, else of the first that can run any number. The definition's is taken only where
+    no other can."""
     every = [b for b in asked if b.rows.possible is None or b.rows.possible(call) == ANY_ROWS]
     others = [b for b in every if b.name != REFERENCE]
     best = (b for b in others if b.rows.preferred is None or b.rows.preferred(call) is None)

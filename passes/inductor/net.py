@@ -36,8 +36,9 @@ class Net(torch._TorchCompileInductorWrapper):
 
     If Inductor fails on a graph that the pipeline rewrote, the cause is logged, the first time at
     WARNING, and the graph is compiled without the rewriting. If that fails, too, the graph runs op
-    by op, after a WARNING. `strict` raises instead, and so does an error in a graph that was not
-    rewritten. What is not of Inductor is raised, such as an error of a signal handler.
+    by op, after a WARNING. `strict` and `batch_invariant` raise instead, and so does an error in a
+    graph that was not rewritten. What is not of Inductor is raised, such as an error of a signal
+    handler.
 
     Backends of equal options are equal, if they are for models of equal hooks: Dynamo takes the
     graph of an equal backend, and does not look at hooks. Whoever waits is told the `name`.
@@ -72,7 +73,9 @@ class Net(torch._TorchCompileInductorWrapper):
         except InductorError as error:
             let_through(error, compiling=True)
             rewritten = any(p.rewrites for run in self.pipeline.runs[before:] for p in run.passes)
-            if self.pipeline.options.strict or not rewritten or _out_of_memory(error):
+            options = self.pipeline.options
+            needed = options.strict or options.batch_invariant
+            if needed or not rewritten or _out_of_memory(error):
                 raise
             reason = self._tell(before, _cause_of(error))
             self.pipeline.found += [each.left_for(reason) for each in found]

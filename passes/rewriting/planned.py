@@ -1,4 +1,4 @@
-"""Calls of ops with a plan: which of them make the host wait for the device."""
+"""Calls of ops with a plan: what it says, and which of them make the host wait for the device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 from torch import fx
 from torch._ops import OpOverload
 
+from moe_ops.passes.rewriting.context import Context
+from moe_ops.passes.rewriting.graph import require
+from moe_ops.registry.invariance import PLANNED, Refused
 from moe_ops.registry.ranges import parse_plan
 from moe_ops.registry.spec import NAMESPACE, OPS, Op
 
@@ -18,6 +21,16 @@ def waiting(node: fx.Node) -> OpOverload | None:
     if op is None or op.waiting is None or not _waits(op, node):
         return None
     return op.waiting
+
+
+def plan_by(context: Context, op: Op, backend: str, call: Any) -> dict[str, str]:
+    """The plan of a node whose calls are all run by a backend. Raises Mismatch where they have to
+    be batch invariant, and it does not run them so."""
+    if not context.options.batch_invariant:
+        return {"plan": backend}
+    said = op.backends[backend].arithmetic(call)
+    require(not isinstance(said, Refused), f"{backend} of {op.name} is not batch invariant: {said}")
+    return {"plan": f"{PLANNED}{backend}"}
 
 
 def _planned_op(node: fx.Node) -> Op | None:
