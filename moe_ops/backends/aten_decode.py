@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_ops.decode_ops.one_query_latents import OneQueryLatentsCall, added, one_query_latents
 from moe_ops.registry.gradients import grad_wanted
+from moe_ops.registry.invariance import INVARIANT
 
 
 def supports_latents(call: OneQueryLatentsCall) -> str | None:
@@ -25,6 +26,7 @@ def supports_latents(call: OneQueryLatentsCall) -> str | None:
     supports=supports_latents,
     devices=("cpu",),
     priority=1,
+    arithmetic=lambda call: "by sequence",
 )
 def attend_filled(call: OneQueryLatentsCall) -> Tensor:
     """`one_query_latents` that reads only slots which are seen, one sequence after the other: a
@@ -33,11 +35,13 @@ def attend_filled(call: OneQueryLatentsCall) -> Tensor:
     out_BHR = torch.empty(call.q_BHR.shape, dtype=call.q_BHR.dtype)
     sinks_H1 = None if call.sinks_H is None else call.sinks_H.float()[:, None]
     shared = len(call.q_BHR) // len(call.latents_BSR)
+    heads_H = torch.arange(call.q_BHR.shape[1])
     for b in range(len(call.q_BHR)):
         latents_SR, rotated_SD = call.latents_BSR[b // shared], call.rotated_BSD[b // shared]
         at_S, added_S = _seen(call, b)
         latents_SR, rotated_SD = _rows(latents_SR, at_S), _rows(rotated_SD, at_S)
-        scores_HS = call.q_BHR[b].float() @ latents_SR.T + call.q_rope_BHD[b].float() @ rotated_SD.T
+        q_HR, q_rope_HD = (_rows(q[b], heads_H) for q in (call.q_BHR, call.q_rope_BHD))
+        scores_HS = q_HR @ latents_SR.T + q_rope_HD @ rotated_SD.T
         scores_HS = scores_HS * call.scale + added_S
         if sinks_H1 is not None:
             scores_HS = torch.cat([scores_HS, sinks_H1], 1)
@@ -60,9 +64,15 @@ def _seen(call: OneQueryLatentsCall, b: int) -> tuple[Tensor, Tensor]:
 
 
 def _rows(x_SK: Tensor, at_S: Tensor) -> Tensor:
-    """Rows in float32; a view of float32 where they are a run."""
+    """Rows in float32; a view of float32 where they are a run, unless a call has to be batch
+    invariant: how libraries sum may depend on where in its memory a tensor begins."""
     n = len(at_S)
-    if n and int(at_S[-1]) - int(at_S[0]) == n - 1 and bool((at_S.diff() == 1).all()):
+    if (
+        n
+        and not INVARIANT.get()
+        and int(at_S[-1]) - int(at_S[0]) == n - 1
+        and bool((at_S.diff() == 1).all())
+    ):
         first = int(at_S[0])
         return x_SK[first : first + n].float()
     return x_SK[at_S].float()

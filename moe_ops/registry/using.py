@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moe_ops.checks.options import check_flag
 from moe_ops.checks.signature import did_you_mean
 from moe_ops.registry.invariance import INVARIANT
 from moe_ops.registry.registration import PATH
@@ -33,9 +32,9 @@ def using(
     every refusal. The inner of two nested blocks wins. Raises ValueError for a name that no op (or
     a named op) has, and TypeError for a block that would change nothing.
     """
-    if batch_invariant is not None:
-        check_flag("batch_invariant", batch_invariant)
-    elif backend is None:
+    if batch_invariant is not None and not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be True, False or None, got {batch_invariant!r}")
+    if backend is None is batch_invariant:
         raise TypeError("using() changes nothing; name a backend, or give batch_invariant")
     forced = FORCED.get() if backend is None else _forced(backend, ops)
     wanted = INVARIANT.get() if batch_invariant is None else batch_invariant
