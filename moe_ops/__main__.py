@@ -26,6 +26,7 @@ from moe_ops.checks.signature import did_you_mean
 from moe_ops.conformance import command as conformance
 from moe_ops.estimate import command as estimate
 from moe_ops.exporting import command as export
+from moe_ops.invariant import command as invariant
 from moe_ops.library import command as library
 from moe_ops.recorded import command as routing
 
@@ -91,6 +92,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return routing.run(top, args)
     if args.command == "warm":
         return warm(top, args)
+    if args.command == invariant.NAME:
+        return invariant.run(top, args, loaded)
     if args.command == "export":
         return export.run(top, args, loaded)
     if args.command == estimate.NAME:
@@ -228,6 +231,7 @@ def parser() -> argparse.ArgumentParser:
     routing.add(commands)
     export.add(commands, positive)
     estimate.add(commands, counts, positive)
+    invariant.add(commands, positive, DTYPES)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )

@@ -99,10 +99,11 @@ MAY_IMPORT = {
     "exporting": May(OP | {"decode_ops", "hf", "quant"}, RUNTIMES),
     "estimate": May(LOW | {"ops", "quant", "planning", "hf", "forward", "generation"}),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
+    "invariant": May(frozenset({"compiler", "forward", "interop", "passes"})),
     "__main__": May(
         BACKEND
-        | {"conformance", "estimate", "exporting", "hf", "installed", "library", "passes"}
-        | {"recorded", "warm"},
+        | {"conformance", "estimate", "exporting", "hf", "installed", "invariant", "library"}
+        | {"passes", "recorded", "warm"},
         TRANSFORMERS,
     ),
     FACADE: May(
