@@ -69,7 +69,9 @@ MAY_IMPORT = {
     ),
     "integrations": May(OP | {"hf"}, frozenset({"torch", "vllm", "kernels"})),
     "forward": May(
-        frozenset({"arena", "graphs", "interop", "prepared", "terminal", "twin"}), TRANSFORMERS
+        frozenset({"arena", "graphs", "interop", "prepared", "terminal", "twin"})
+        | frozenset({"ops", "registry"}),
+        TRANSFORMERS,
     ),
     "generation": May(
         BACKEND | {"decode_ops", "forward", "graphs", "hf", "installed", "prepared", "terminal"},

@@ -24,7 +24,9 @@ from moe_ops.forward.inputs import note
 from moe_ops.forward.layer_cache import CACHE, Filled, Incoming
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.interop.switches import may_branch, switches
+from moe_ops.ops.linear_layers import apply_linear
 from moe_ops.prepared import HoldsExperts
+from moe_ops.registry.invariance import INVARIANT
 from moe_ops.terminal import waiting_for
 
 Form = tuple[bool, type, type]
@@ -184,9 +186,10 @@ def divided(model: PreTrainedModel, way: Way) -> PreTrainedModel:
 
 def _of_rows(head: nn.Linear) -> nn.Linear:
     """A copy of the head for the last tokens of prompts. They are a slice [B, 1, D] whose rows lie
-    apart, of which torch makes B products, on a CPU with a copy of the weight for each."""
+    apart, of which torch makes B products, on a CPU with a copy of the weight for each. It runs
+    beside compiled code, and so is told here whether calls have to be batch invariant."""
     copied = copy.copy(head)
-    copied._compiled_call_impl = lambda x: head(x.contiguous())
+    copied._compiled_call_impl = lambda x: apply_linear(head, x.contiguous(), INVARIANT.get())
     return copied
 
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from moe_ops.checks.shapes import INDICES, check_float, check_size, check_tensor
 from moe_ops.layer.checks import check_arguments, check_input
 from moe_ops.layer.exchange import Exchange, agreed_rows
-from moe_ops.layer.gate import logits_of
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
 from moe_ops.layer.padding import Asked
@@ -50,6 +49,7 @@ from moe_ops.layer.tensors import (
 )
 from moe_ops.ops import expert_loads, route
 from moe_ops.ops.activate import Activation, check_activation
+from moe_ops.ops.linear_layers import apply_linear
 from moe_ops.parallel.config import ParallelConfig
 from moe_ops.parallel.expert_map import LINEAR, place
 from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
@@ -307,7 +307,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         if logits is not None:
             return logits.reshape(-1, logits.shape[-1])
         assert self.gate is not None  # as `check_input` says
-        return logits_of(self.gate, x_TD, self.batch_invariant)
+        return apply_linear(self.gate, x_TD, self.batch_invariant)
 
     def route(self, x_TD: Tensor, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Choose experts. Returns (weights_TK, ids_TK) with global ids of physical experts, K =
