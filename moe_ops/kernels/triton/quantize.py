@@ -59,7 +59,15 @@ def codes_of(x, scale, INT8: tl.constexpr):
     if INT8:
         codes = (x + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
         codes = tl.where(x == x, codes, 0)
-    elif INTERPRETED:  # whose conversion makes a number of NaN, and drops the sign of zero
+    else:
+        codes = as_float8(x)
+    return codes
+
+
+@triton.jit
+def as_float8(x):
+    """float32 of at most the largest code, as codes."""
+    if INTERPRETED:  # whose conversion makes a number of NaN, and drops the sign of zero
         bits = rounded_to_float8(x).to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
         bits = tl.where(x == x, bits | (x.to(tl.int32, bitcast=True) >> 24 & 0x80), 0x7F)
         codes = bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True)

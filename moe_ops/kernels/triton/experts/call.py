@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,12 @@ class Reads:
     stores: str = ""
     weighs: bool = False
 
+    @property
+    def apart(self) -> Reads:
+        """Where the first product stores h as it is, and nothing has weights of routing but the
+        last sum, as on the paths for many rows."""
+        return replace(self, weighs=False, stores="") if self.weighs else self
+
 
 @dataclass(slots=True)
 class Operand:
@@ -68,6 +74,7 @@ class Call:
     rounds_x: bool = False  # whether the products make codes of x, and of h, as they load them
     rounds_h: bool = False
     batches: Batches | None = None  # tokens are the slots of these
+    invariant: bool = False  # whether rows are computed as those of any other number are
     # If pairs are sorted, the pair in each row, ends of experts; where rows stay in their slots,
     # None and the counts of batches.
     order: tuple[Any, ...] = ()

@@ -67,24 +67,28 @@ class Products:
 def run(
     products: Products, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, layer: Experts,
     expert_map: Tensor | None, residual_TD: Tensor | None = None, tiles: Any = None,
-    adapters: Adapters | None = None, batches: Batches | None = None,
+    adapters: Adapters | None = None, batches: Batches | None = None, invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """The `experts` op, with adapters if there are any, added to a contiguous residual if there is
     one. `tiles` are those that the products take, None for products with a table of tiles. The
     device of x is the current one.
 
     With batches tokens are their slots, which have one expert each: ids and weights are room for
-    theirs, and slots that are not used change nothing and are not written.
+    theirs, and slots that are not used change nothing and are not written. An invariant call is
+    one whose rows are to have the same bits in a call of any number: all paths do the same to them
+    but multiply.
     """
     if products.reads.float8 and layer.codes is not None:
         layer = replace(layer, codes=with_float8(layer.codes))
     (T, K), (E, D, I), codes = ids_TK.shape, layer.sizes, layer.codes
     # Where h is rounded to codes, they are those of h, not of h times its weight.
-    early = products.reads.weighs and (codes is None or codes.inputs is None)
+    reads = products.reads.apart if invariant else products.reads
+    early = reads.weighs and (codes is None or codes.inputs is None)
     c = Call(
-        layer=layer, codes=codes, sizes=(E, D, I), reads=products.reads, ids_TK=ids_TK,
+        layer=layer, codes=codes, sizes=(E, D, I), reads=reads, ids_TK=ids_TK,
         expert_map=expert_map, residual_TD=residual_TD, weights=weights_TK if early else None,
         dtype=floats_of(x_TD, codes), tiles=tiles, batches=batches,
+        invariant=invariant,
     )  # fmt: skip
     c.rounds_x, c.rounds_h = products.rounds(c)
     x_TD = _order(products, c, x_TD, weights_TK, adapted=adapters is not None)

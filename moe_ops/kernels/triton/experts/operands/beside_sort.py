@@ -131,7 +131,7 @@ def sort_beside_tokens_kernel(
     else:
         t, block = (program - E - 1) // BLOCKS, (program - E - 1) % BLOCKS
         if HOW == "groups":
-            quantize_groups(x_ptr, out_ptr, scale_ptr, stride_x, t, block, D, BLOCK, GROUP)
+            quantize_groups(x_ptr, out_ptr, scale_ptr, stride_x, t, block, D, BLOCK, GROUP, False)
         elif HOW == "row":
             quantize_row(x_ptr, static_ptr, out_ptr, scale_ptr, stride_x, t, D, GROUP)
         elif HOW == "emulated":

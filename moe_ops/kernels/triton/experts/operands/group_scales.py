@@ -8,10 +8,17 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton import Weight
+from moe_ops.kernels.triton.experts.formats.float8 import LARGEST_CODE, SMALLEST_SCALE
 from moe_ops.kernels.triton.experts.schedule.batches import Batches
 from moe_ops.kernels.triton.experts.schedule.sort import count_of, row_of
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
-from moe_ops.kernels.triton.quantize import codes_of, magnitude, most_of, scale_of_largest
+from moe_ops.kernels.triton.quantize import (
+    as_float8,
+    codes_of,
+    magnitude,
+    most_of,
+    scale_of_largest,
+)
 from moe_ops.kernels.triton.replay import launch
 
 EACH = 4  # programs for each row that is expected: one after the other takes longer than to begin
@@ -26,9 +33,23 @@ def to_float8(x):
 
 
 @triton.jit
+def by_inverse(x):
+    """(codes, scales) as `grouped_blocks.py` makes them of h: products with the inverse of a scale,
+    and divisions as the GPU does them quickest."""
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), 1)
+    scale = tl.maximum(largest / LARGEST_CODE, SMALLEST_SCALE)
+    scale = tl.where(largest < float("inf"), scale, float("nan"))
+    x = x * (1.0 / scale)[:, None]
+    x = tl.maximum(x, -LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
+    return as_float8(x), scale
+
+
+@triton.jit
 def quantize_groups(
     x_ptr, out_ptr, scale_ptr, stride_x, t, block,
-    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """A block of BG groups of columns of token t."""
     GROUPS: tl.constexpr = (D + GROUP - 1) // GROUP
@@ -36,7 +57,10 @@ def quantize_groups(
     g = block * BG + tl.arange(0, BG)
     at_GC = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x_GC = tl.load(x_ptr + t * stride_x + at_GC, mask=at_GC < D, other=0.0)
-    codes_GC, scale_G = to_float8(x_GC)
+    if INVERSE:
+        codes_GC, scale_G = by_inverse(x_GC)
+    else:
+        codes_GC, scale_G = to_float8(x_GC)
     tl.store(out_ptr + t * D + at_GC, codes_GC, mask=at_GC < D)
     tl.store(scale_ptr + t * GROUPS + g, scale_G, mask=g < GROUPS)
 
@@ -44,13 +68,15 @@ def quantize_groups(
 @triton.jit
 def quantize_tokens_kernel(
     x_ptr, out_ptr, scale_ptr, stride_x,
-    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BG: tl.constexpr, GROUP: tl.constexpr, INVERSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BG groups of columns of a token."""
     take_turn(PDL)
     quantize_groups(
-        x_ptr, out_ptr, scale_ptr, stride_x, tl.program_id(0), tl.program_id(1), D, BG, GROUP
-    )
+        x_ptr, out_ptr, scale_ptr, stride_x, tl.program_id(0), tl.program_id(1), D, BG, GROUP,
+        INVERSE,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -63,7 +89,7 @@ def quantize_batches_kernel(
     e = tl.program_id(0)
     for m in range(tl.program_id(1), count_of(counts_ptr, e, True, M), tl.num_programs(1)):
         quantize_groups(
-            x_ptr, out_ptr, scale_ptr, stride_x, e * M + m, tl.program_id(2), D, BG, GROUP
+            x_ptr, out_ptr, scale_ptr, stride_x, e * M + m, tl.program_id(2), D, BG, GROUP, False
         )
 
 
@@ -73,10 +99,10 @@ def groups_at_once(columns: int, group: int) -> int:
 
 
 def quantize_tokens(
-    x_TD: Tensor, weight: Weight, batches: Batches | None = None
+    x_TD: Tensor, weight: Weight, batches: Batches | None = None, *, inverse: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Codes of float8, and float32 scales [T, groups], of tokens for weights with inputs of 8
-    bits; of the slots of batches, of those that are used."""
+    bits; of the slots of batches, of those that are used. `inverse`: as `by_inverse` makes them."""
     (T, D), group = x_TD.shape, weight.across
     groups = triton.cdiv(D, group)
     codes_TD = x_TD.new_empty(T, D, dtype=torch.float8_e4m3fn)
@@ -92,7 +118,8 @@ def quantize_tokens(
         return codes_TD, scale_TG
     launch(
         quantize_tokens_kernel, (T, triton.cdiv(groups, BG)), x_TD, codes_TD, scale_TG,
-        x_TD.stride(0), D=D, BG=BG, GROUP=group, num_warps=4, **pdl_options(x_TD),
+        x_TD.stride(0), D=D, BG=BG, GROUP=group, INVERSE=inverse, num_warps=4,
+        **pdl_options(x_TD),
     )  # fmt: skip
     return codes_TD, scale_TG
 

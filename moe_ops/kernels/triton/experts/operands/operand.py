@@ -97,13 +97,15 @@ def hidden_operand(c: Call) -> Operand:
     rows_R, ends_E = c.order or (None, None)
     if codes.by_row and ends_E is not None:
         routed = None if c.reads.stores else (c.ids_TK, c.expert_map)
-        rows_R = None if c.weights is None else rows_R
+        if c.weights is None and (routed is None or not row_scales.by_expert(codes.h_scale)):
+            rows_R = None
         values, scale = row_scales.quantize_h(values, codes, ends_E, c.weights, rows_R, routed)
     elif codes.by_row:
         assert c.weights is not None
         values, scale = row_scales.quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
     elif codes.quantizes:
-        values, scale = quantize_tokens(values, codes.weight, c.batches)
+        # Other paths make these codes in the first product.
+        values, scale = quantize_tokens(values, codes.weight, c.batches, inverse=c.invariant)
     elif codes.inputs is not None:
         columns, bits = c.sizes[2], codes.bits if c.arranges else 0
         values = emulate(values, columns, codes.inputs, codes.h_scale, ends_E, bits)

@@ -35,12 +35,12 @@ def add_product(
     acc_MN, w_M1, stride_w, w_scale_ptr, w_zero_ptr, e, row_M, inside_M, x_1N, x_scale_ptr, token_N,
     inside_N,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr,
-    POLICY: tl.constexpr,
+    POLICY: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """acc_MN and the products of rows of the weights of experts, at w_M1, with tokens, at x_1N, of
     which those quantised have scales [tokens, groups] at x_scale_ptr; `rescaled` follows the last
     one. Columns of weights are contiguous, of floats stride_w apart. POLICY is that of the cache
-    for weights."""
+    for weights, CHAIN as in `sum_of_bytes`."""
     if W is None:
         d = tl.arange(0, STEP)
         for start in range(0, COLUMNS, STEP):
@@ -55,7 +55,7 @@ def add_product(
         group_M = group_row(e, row_M, ROWS, COLUMNS, W)
         sum_MN = sum_of_bytes(
             w_M1, inside_M, x_1N, inside_N, acc_MN.shape[0], acc_MN.shape[1], COLUMNS, STEP, W,
-            POLICY,
+            POLICY, CHAIN,
         )  # fmt: skip
         w_scale_M = tl.load(w_scale_ptr + group_M, mask=inside_M, other=0)
         x_scale_N = tl.load(x_scale_ptr + token_N, mask=inside_N, other=0.0)
@@ -307,9 +307,11 @@ def add_blocks(
 def sum_of_bytes(
     w_M1, inside_M, x_1N, inside_N, M: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, STEP: tl.constexpr, W: tl.constexpr, POLICY: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """[M, N]: products of codes of 8 bits with those of tokens, before all scales: int32 of int8.
-    Of float8 the unit of Hopper keeps 14 bits of a sum, so that each step makes one of its own."""
+    Of float8 the unit of Hopper keeps 14 bits of a sum, so that each step makes one of its own,
+    but in a CHAIN, which adds as the kernel for many rows does."""
     INT8: tl.constexpr = W.element == "int8"
     sum_MN = tl.zeros((M, N), tl.int32 if INT8 else tl.float32)
     for start in range(0, COLUMNS, STEP):
@@ -320,6 +322,8 @@ def sum_of_bytes(
         x_DN = tl.load(x_1N + d[:, None], mask=inside_D[:, None] & inside_N[None, :], other=0.0)
         if INT8:
             sum_MN = tl.dot(w_MD, x_DN, sum_MN, out_dtype=tl.int32)
+        elif CHAIN:
+            sum_MN = tl.dot(w_MD, x_DN, sum_MN)
         else:
             sum_MN = tl.dot(w_MD, x_DN, sum_MN, max_num_imprecise_acc=STEP)
     return sum_MN

@@ -21,19 +21,21 @@ from moe_ops.kernels.triton.replay import launch
 @dataclass(frozen=True, eq=False)
 class Sizes(Constant):
     """The sizes of a tile, SIZES of kernels: S shares, MW warps along rows, MT tiles of 16 rows for
-    each warp, NT tiles of 8 tokens."""
+    each warp, NT tiles of 8 tokens; and whether scales are multiplied into values, as they are for
+    many rows an expert, also those that serve a whole step, or all columns."""
 
     S: int
     MW: int
     MT: int
     NT: int
+    in_values: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, how many steps
-    ahead codes are loaded; whether one token is rounded to codes of 8 bits where it is loaded; and
-    the most registers of a thread, 0 for as many as it takes."""
+    ahead codes are loaded; whether one token is rounded to codes of 8 bits where it is loaded; the
+    most registers of a thread, 0 for as many as it takes; and `in_values` as in `Sizes`."""
 
     S: int = 1
     MW: int = 1
@@ -43,6 +45,7 @@ class Stream:
     ahead: int = 2
     rounds: bool = False
     registers: int = 0
+    in_values: bool = False
 
     @property
     def warps(self) -> int:
@@ -56,7 +59,7 @@ class Stream:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.S, self.MW, self.MT, self.NT)
+        return Sizes(self.S, self.MW, self.MT, self.NT, self.in_values)
 
     @property
     def rows(self) -> int:

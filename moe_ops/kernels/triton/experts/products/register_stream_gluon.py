@@ -31,8 +31,8 @@ from moe_ops.kernels.triton.experts.products.register_stream_steps import (
     COLUMNS_OF_STEP,
     add_product,
     along,
+    leaves_sum,
     of_one,
-    one_a_step,
     part_groups,
     scales_layout,
     steps_of,
@@ -73,13 +73,14 @@ def product_of(
     end = gl.where(here_S[:, None], at + (1 if GROUP == -1 else gl.cdiv(COLUMNS, GROUP)), 0)
     if GROUP != -1:
         at += (part_S // GROUP)[:, None]
-    if one_a_step(W):
+    if leaves_sum(W, SIZES):
         at = gl.convert_layout(at, gl.SliceLayout(2, mma))
         end = gl.convert_layout(end, gl.SliceLayout(2, mma))
     else:
         layout: gl.constexpr = scales_layout(SIZES, GROUP)
         EACH: gl.constexpr = COLUMNS_OF_STEP // layout.shape[2]
-        group = gl.arange(0, layout.shape[2], along(layout, 2)) * EACH // GROUP
+        group = gl.arange(0, layout.shape[2], along(layout, 2)) * EACH
+        group = 0 * group if GROUP == -1 else group // GROUP
         at = gl.convert_layout(at, gl.SliceLayout(2, layout))[:, :, None] + group[None, None, :]
         end = gl.convert_layout(end, gl.SliceLayout(2, layout))[:, :, None]
     acc = gl.zeros([S, M, N], gl.float32, mma)

@@ -29,7 +29,7 @@ from moe_ops.kernels.triton.experts.formats.eight_bits_gluon import (
     pairs_of_bytes,
 )
 from moe_ops.kernels.triton.experts.formats.four_bits import less_zero, pairs_of
-from moe_ops.kernels.triton.experts.formats.halves import half_of
+from moe_ops.kernels.triton.experts.formats.halves import half_of, pair_fma
 from moe_ops.kernels.triton.experts.formats.scales import finite, scale_of, scale_pairs
 from moe_ops.kernels.triton.experts.formats.six_bits import joined_8, sixes_of
 from moe_ops.kernels.triton.experts.operands.rounded_gluon import (
@@ -126,6 +126,12 @@ def one_a_step(W):
 
 
 @gluon.constexpr_function
+def leaves_sum(W, SIZES):
+    """Whether sums, of a step or of all columns, are multiplied by scales, and not values."""
+    return one_a_step(W) and not (SIZES.in_values and not W.inputs_8)
+
+
+@gluon.constexpr_function
 def token_groups(columns, W):
     """The number of scales of a token that has so many columns of 8 bits."""
     return 1 if by_row(W) else -(-columns // STEP)
@@ -189,7 +195,8 @@ def values_of_6(w, scale_pair, ELEMENT: gl.constexpr, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def values_of_8(w, INT8: gl.constexpr, DTYPE: gl.constexpr):
+def values_of_8(w, scale_pair, INT8: gl.constexpr, DTYPE: gl.constexpr):
+    """[S, M, 128] values of eight bits each, times scales if there are any."""
     if INT8 and DTYPE == gl.float16:
         low, high = of_int8(w)
     elif INT8:
@@ -197,6 +204,9 @@ def values_of_8(w, INT8: gl.constexpr, DTYPE: gl.constexpr):
         low, high = bytes_of(first, 0, "int8", DTYPE), bytes_of(last, 0, "int8", DTYPE)
     else:
         low, high = of_float8(w, DTYPE)
+    if scale_pair is not None:
+        low = pair_fma(low, scale_pair, -0x7FFF8000, DTYPE)  # the halves of which are -0
+        high = pair_fma(high, scale_pair, -0x7FFF8000, DTYPE)
     pairs = gl.join(low, high)
     S: gl.constexpr = w.shape[0]
     M: gl.constexpr = w.shape[1]
@@ -212,7 +222,7 @@ def operand_of(x, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr):
     BITS: gl.constexpr = W.bits
     INT8: gl.constexpr = W.element == "int8"
     if x.dtype == gl.int32:  # of four codes
-        x = values_of_8(x, INT8, DTYPE).permute([0, 2, 1])
+        x = values_of_8(x, None, INT8, DTYPE).permute([0, 2, 1])
     elif BITS == 4:
         x = x.reshape([S, N, 4, 4, 2, 4]).permute([0, 3, 5, 2, 4, 1]).reshape([S, 128, N])
     elif BITS == 6:
@@ -479,13 +489,16 @@ def add_step(acc, loaded, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.conste
     w, s, z = codes
     ELEMENT: gl.constexpr = W.element
     KIND: gl.constexpr = W.kind
-    IN_SUM: gl.constexpr = one_a_step(W)
+    IN_SUM: gl.constexpr = leaves_sum(W, SIZES)
     FLOAT: gl.constexpr = ELEMENT == "float4_e2m1"
     INT8: gl.constexpr = W.element == "int8"
     b = operand_of(x, W, DTYPE, SIZES)
     operand: gl.constexpr = gl.DotOperandLayout(0, unit_layout(SIZES), 2)
     if W.bits == 8:
-        a = values_of_8(w, INT8, DTYPE)
+        pair = None
+        if not IN_SUM:
+            pair = spread(scale_pairs(s, KIND, False, DTYPE), w)
+        a = values_of_8(w, pair, INT8, DTYPE)
     elif W.bits == 6:
         a = values_of_6(w, scale_pairs(s, KIND, True, DTYPE), ELEMENT, DTYPE)
     else:
@@ -517,9 +530,12 @@ def add_step(acc, loaded, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.conste
 
 @gluon.jit
 def spread(values, w):
-    """[S, M, 4] for each of the four words that they are of, or [S, M, 8] of the two."""
+    """[S, M, 4] for each of the four words that they are of, or eight of 8 bits, or [S, M, 8] of the
+    two."""
     many = gl.join(values, values)
     if values.shape[2] == 4:
         many = gl.join(many, many)
+    if w.shape[2] == 32:
+        many = gl.join(many, many).permute([0, 1, 5, 2, 3, 4])
     many = many.reshape([w.shape[0], w.shape[1], w.shape[2]])
     return gl.convert_layout(many, w.type.layout, assert_trivial=True)

@@ -61,8 +61,8 @@ def rows_up(
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
     DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr,
-    BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, LOOPS: tl.constexpr,
-    PDL: tl.constexpr,
+    BE: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CHAIN: tl.constexpr,
+    LOOPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a unit of work; of more units than programs, every so many, if it LOOPS. With
     static scales, EACH says whether each expert has one, and DTYPE what h is rounded to first."""
@@ -82,7 +82,7 @@ def rows_up(
         while e < E:
             up_of_unit(
                 e, block, first, count, tokens, layer, adapters, to, E, K, D, I, H, ACT, W, SHARED,
-                EACH, DTYPE, ADAPTERS, RANK, TR, BI, BD, BN, PDL,
+                EACH, DTYPE, ADAPTERS, RANK, TR, BI, BD, BN, CHAIN, PDL,
             )  # fmt: skip
             unit += tl.num_programs(0)
             e, block, first, count = unit_of(ends_ptr, unit, blocks, tl.arange(0, BE), E, BN, M)
@@ -93,7 +93,7 @@ def rows_up(
             return
         up_of_unit(
             e, block, first, count, tokens, layer, adapters, to, E, K, D, I, H, ACT, W, SHARED,
-            EACH, DTYPE, ADAPTERS, RANK, TR, BI, BD, BN, PDL,
+            EACH, DTYPE, ADAPTERS, RANK, TR, BI, BD, BN, CHAIN, PDL,
         )  # fmt: skip
 
 
@@ -103,7 +103,8 @@ def up_of_unit(
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
     DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr,
-    BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, CHAIN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """BI columns of h for up to BN rows of one expert."""
     x_ptr, x_scale_ptr, rows_ptr, weights_ptr, stride_x = tokens
@@ -126,7 +127,7 @@ def up_of_unit(
     acc_FN = tl.zeros((BF, BN), tl.float32)
     acc_FN = add_product(
         acc_FN, w_F1, stride_wd, w_scale_ptr, w_zero_ptr, e, row_F, inside_F, x_1N, x_scale_ptr,
-        pair_N // K, n < count, ROWS, D, BD, W, "",
+        pair_N // K, n < count, ROWS, D, BD, W, "", CHAIN,
     )  # fmt: skip
     acc_FN = under_globals(
         rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
@@ -162,7 +163,8 @@ def rows_down(
     wide_ptr, index_ptr, stride_bg, stride_bf, stride_br,
     E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr, BE: tl.constexpr,
-    BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, LOOPS: tl.constexpr, PDL: tl.constexpr,
+    BD: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr, CHAIN: tl.constexpr,
+    LOOPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a unit of work; of more units than programs, every so many, if it LOOPS."""
     blocks: tl.constexpr = (D + BD - 1) // BD
@@ -180,7 +182,7 @@ def rows_down(
         while e < E:
             down_of_unit(
                 e, block, first, count, rows, layer, adapters, y_ptr, E, D, I, H, W, ADAPTERS, RANK,
-                TR, BD, BI, BN, PDL,
+                TR, BD, BI, BN, CHAIN, PDL,
             )  # fmt: skip
             unit += tl.num_programs(0)
             e, block, first, count = unit_of(ends_ptr, unit, blocks, tl.arange(0, BE), E, BN, M)
@@ -191,7 +193,7 @@ def rows_down(
             return
         down_of_unit(
             e, block, first, count, rows, layer, adapters, y_ptr, E, D, I, H, W, ADAPTERS, RANK, TR,
-            BD, BI, BN, PDL,
+            BD, BI, BN, CHAIN, PDL,
         )  # fmt: skip
 
 
@@ -200,7 +202,7 @@ def down_of_unit(
     e, block, first, count, rows, layer, adapters, y_ptr,
     E: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr, BD: tl.constexpr,
-    BI: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    BI: tl.constexpr, BN: tl.constexpr, CHAIN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BD columns of y for up to BN rows of one expert."""
     h_ptr, h_scale_ptr, rows_ptr, weights_ptr = rows
@@ -216,7 +218,7 @@ def down_of_unit(
     acc_DN = tl.zeros((BD, BN), tl.float32)
     acc_DN = add_product(
         acc_DN, w_D1, stride_wi, w_scale_ptr, w_zero_ptr, e, d, inside_D, h_ptr + row_1N * H,
-        h_scale_ptr, first + n, n < count, D, I, BI, W, "",
+        h_scale_ptr, first + n, n < count, D, I, BI, W, "", CHAIN,
     )  # fmt: skip
     acc_DN = under_global(rescaled(acc_DN, W, h_ptr.dtype.element_ty), global_scale_ptr, e)
     if narrow_ptr is not None:
@@ -260,7 +262,8 @@ def _up(c: Call) -> None:
         c.x.values.stride(0), *strides(w13), *c.added13.arguments,
         E=E, K=c.x.choices, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         EACH=by_expert(c.static), DTYPE=c.rounded, **c.added13.constants,
-        BE=c.BE, BI=tile.rows, BD=tile.step, BN=tile.BN, LOOPS=c.loops,
+        BE=c.BE, BI=tile.rows, BD=tile.step, BN=tile.BN, CHAIN=c.invariant,
+        LOOPS=c.loops,
         **_options(c, tile),
     )  # fmt: skip
 
@@ -272,7 +275,8 @@ def _down(c: Call) -> None:
         c.h.values, c.h.scale, *c.order, c.slots, c.weights, *w2, c.out, *strides(w2),
         *c.added2.arguments,
         E=E, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight, **c.added2.constants,
-        BE=c.BE, BD=tile.rows, BI=tile.step, BN=tile.BN, LOOPS=c.loops,
+        BE=c.BE, BD=tile.rows, BI=tile.step, BN=tile.BN, CHAIN=c.invariant,
+        LOOPS=c.loops,
         **_options(c, tile),
     )  # fmt: skip
 

@@ -147,7 +147,7 @@ def tiny_up(
     acc_FN = tl.zeros((BF, BN), tl.float32)
     acc_FN = add_product(
         acc_FN, w_F1, stride_wd, w_scale_ptr, w_zero_ptr, e, row_F, inside_F, x_1N, x_scale_ptr, n,
-        n < T, ROWS, D, BD, W, "evict_first",
+        n < T, ROWS, D, BD, W, "evict_first", False,
     )  # fmt: skip
     acc_FN = under_globals(
         rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
@@ -249,7 +249,7 @@ def tiny_down(
         sum_MN = acc_MN if global_scale_ptr is None else tl.zeros((BG * BR, BN), tl.float32)
         sum_MN = add_product(
             sum_MN, w_M1, stride_wi, w_scale_ptr, w_zero_ptr, e_M, d_M, inside_M, h_1N, h_scale_ptr,
-            pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first",
+            pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first", False,
         )  # fmt: skip
         if global_scale_ptr is not None:
             acc_MN += sum_MN * tl.load(global_scale_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
