@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from moe_ops.backends import reads
 from moe_ops.backends import triton_paths as paths
 from moe_ops.backends.strides import contiguous, in_words, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
+from moe_ops.backends.triton_arithmetic import of_backend, placed, refuse_dynamic
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_hopper import refuse_many
 from moe_ops.backends.triton_inputs import with_one_scale
@@ -43,7 +45,9 @@ from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.registry.backend import ANY_NUMBER, Rows
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import INVARIANT, Arithmetic, Refused
 
+A_WARP = "a warp for each token"
 Supports = Callable[[ExpertsCall], str | None]
 Formats = tuple[str, str, torch.dtype]  # of weights, of inputs; of results
 
@@ -65,7 +69,10 @@ def supports_route(call: RouteCall) -> str | None:
     return refuse_device(call.logits_TE)
 
 
-@route.backend("triton", reads=reads.ROUTE, supports=supports_route, devices=("cuda",), priority=1)
+@route.backend(
+    "triton", reads=reads.ROUTE, supports=supports_route, devices=("cuda",), priority=1,
+    arithmetic=lambda call: A_WARP,
+)  # fmt: skip
 def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     """`route` in one launch, a warp for each token."""
     return _route(call)
@@ -118,7 +125,10 @@ def run_experts(
     from moe_ops.kernels.triton.replay import replay
 
     # Names of formats are looked up faster than what they stand for.
-    rest = (kernel, call.transposed, call.activation, formats_named(call), tiles)
+    invariant = INVARIANT.get()
+    if invariant:
+        call = replace(call, x_TD=placed(call.x_TD))
+    rest = (kernel, call.transposed, call.activation, formats_named(call), tiles, invariant)
     tensors = (*tensors_of(call, residual_TD), *of_adapter(adapter))
     return replay(_launch_experts, tensors, rest, before)
 
@@ -159,7 +169,7 @@ def _launch_experts(*given: Any) -> Tensor:
     """Launch with the tensors of `run_experts`, and its other arguments behind them. What chooses
     the path is all among what `replay` tells calls apart by."""
     named, adapters, rest = parts_of(given)
-    kernel, transposed, act, formats, tiles = rest
+    kernel, transposed, act, formats, tiles, invariant = rest
     call = call_of(named, transposed, act, formats)
     path = paths.BY_FORCED.get(f"triton.{kernel}")
     if path is None and tiles is not None:
@@ -171,9 +181,11 @@ def _launch_experts(*given: Any) -> Tensor:
     routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
     layer = layer_of(named, transposed, act, formats)
     if tiles is None and path.tiles:
-        tiles = path.function(path.tiles)(call.x_TD, call.ids_TK, layer, call.expert_map)
+        of = (invariant and path.tiles_apart) or path.tiles
+        tiles = path.function(of)(call.x_TD, call.ids_TK, layer, call.expert_map)
     rest = (named["expert_map"], named["residual_TD"], tiles, adapters)
-    out_TD: Tensor = path.function(path.run)(*routed, layer, *rest, **path.options(call))
+    options = {**path.options(call), "invariant": invariant}
+    out_TD: Tensor = path.function(path.run)(*routed, layer, *rest, **options)
     return out_TD
 
 
@@ -246,12 +258,13 @@ def _register(
 ) -> None:
     """A backend of experts, alone and onto a residual."""
     given: dict[str, Any] = {"devices": ("cuda",), "priority": priority}
+    computes = functools.partial(of_backend, kernel)
     of_tokens = {**given, "reads": (*read, *reads.CODES), "supports": supports, "rows": rows}
 
     def run(call: ExpertsCall) -> Tensor:
         return run_experts(kernel, call)
 
-    experts.backend(f"triton.{kernel}", **of_tokens)(run)
+    experts.backend(f"triton.{kernel}", arithmetic=computes, **of_tokens)(run)
     emulates = functools.partial(_emulates, kernel)
     experts.emulates(f"triton.{kernel}", emulates)
     experts.remembers(f"triton.{kernel}")
@@ -267,7 +280,8 @@ def _register(
 
     rows = Rows(preferred=_of_layer(rows.preferred), possible=_of_layer(rows.possible))
     onto = {**given, "reads": read, "supports": supports_onto, "rows": rows}
-    experts_onto.backend(f"triton.{kernel}", **onto)(run_onto)
+    computes = _of_layer(computes)
+    experts_onto.backend(f"triton.{kernel}", arithmetic=computes, **onto)(run_onto)
     experts_onto.emulates(f"triton.{kernel}", _of_layer(emulates))
     _register_paths(kernel)
 
@@ -284,15 +298,30 @@ def _register_paths(kernel: str) -> None:
         def run_onto(call: ExpertsOntoCall, name: str = name) -> Tensor:
             return _run_onto(name, call)
 
-        experts.path(backend, path.forced, run, refusal=path.refusal, most=path.most)
-        of_layer = {"refusal": _of_layer(path.refusal), "most": _of_layer(path.most)}
-        experts_onto.path(backend, path.forced, run_onto, **of_layer)
+        asked: dict[str, Any] = {
+            "refusal": path.refusal,
+            "most": path.most,
+            "arithmetic": _of_path(path),
+        }
+        experts.path(backend, path.forced, run, **asked)
+        onto = {name: _of_layer(asks) for name, asks in asked.items()}
+        experts_onto.path(backend, path.forced, run_onto, **onto)
     for name in (backend, *(path.forced for path in paths.paths_of(kernel))):
         of = name.removeprefix("triton.")
         compiles_ahead(experts, name, functools.partial(run_experts, of))
         compiles_ahead(experts_onto, name, functools.partial(_run_onto, of))
     experts.tells(backend, functools.partial(paths.told, kernel))
     experts_onto.tells(backend, lambda call: paths.told(kernel, call.layer))
+
+
+def _of_path(path: paths.Path) -> Arithmetic:
+    """The arithmetic of a path that is asked for by its name."""
+
+    def named(call: ExpertsCall) -> str:
+        why = refuse_dynamic(call)
+        return path.arithmetic(call) if why is None else Refused(why)
+
+    return named
 
 
 def _of_layer(asked: Callable[[ExpertsCall], Any] | None) -> Any:

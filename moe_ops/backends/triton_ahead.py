@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_ops.registry.invariance import as_planned
 from moe_ops.registry.ranges import Ranges, parse_plan
 from moe_ops.registry.spec import Op
 from moe_ops.terminal import waiting_for
@@ -37,7 +38,7 @@ class PlanAhead:
     """A plan of an op, and the kinds of calls for which it is compiled."""
 
     def __init__(self, op: Op, plan: str) -> None:
-        self._op = op
+        self._op, self._plan = op, plan
         self._ranges: Ranges = parse_plan(plan)
         self._any_number = ":" in plan
         self._compiled: set[Hashable] = set()
@@ -119,7 +120,7 @@ class PlanAhead:
             name: _shadow(value, rows if _rows_of(name) == letter else None)
             for name, value in given.items()
         }
-        run(self._op.call(**shadows))
+        as_planned(self._plan, run)(self._op.call(**shadows))
 
     def _kind(self, call: Any) -> Hashable:
         """What tells calls apart besides their numbers of rows."""

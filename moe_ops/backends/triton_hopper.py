@@ -36,7 +36,7 @@ def refuse_stream(call: ExpertsCall) -> str | None:
     weight = weight_of(call)
     if weight is None:
         return "streams quantised weights, got floats"
-    decodes = _scaled(call) not in ("row", "tensor")
+    decodes = scaled(call) not in ("row", "tensor")
     stride, x_TD = _tokens(call)
     return refuse_hopper(call.x_TD) or refuse_streamed(
         call.w_format if decodes else "", weight, call.widths, stride,
@@ -66,14 +66,14 @@ def refuse_streamed(
 
 def refuse_row_scales(call: ExpertsCall) -> str | None:
     """Why codes of 8 bits with a scale a row or tensor are not multiplied as they are, or None."""
-    if _scaled(call) not in ("row", "tensor"):
+    if scaled(call) not in ("row", "tensor"):
         return f"multiplies codes of 8 bits with a scale a row or tensor, got {_formats(call)}"
     return refuse_eight_bits(call) or refuse_hopper(call.x_TD)
 
 
 def refuse_blocks(call: ExpertsCall) -> str | None:
     """Why codes of float8 with a scale for some columns are not multiplied as they are, or None."""
-    if _scaled(call) != "group":
+    if scaled(call) != "group":
         return f"multiplies codes of float8 with a scale for 128 columns, got {_formats(call)}"
     return refuse_eight_bits(call) or refuse_hopper(call.x_TD)
 
@@ -251,7 +251,7 @@ def _tokens(call: ExpertsCall) -> tuple[int, Tensor | None]:
     return x_TD.stride(0), x_TD
 
 
-def _scaled(call: ExpertsCall) -> str:
+def scaled(call: ExpertsCall) -> str:
     """What of inputs of 8 bits that are multiplied as such has a scale; empty for others."""
     weight = weight_of(call)
     if weight is None or not weight.inputs_8:

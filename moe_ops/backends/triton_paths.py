@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from moe_ops.backends import triton_arithmetic as arithmetic
 from moe_ops.backends.triton_device import refuse_all_but_hopper, refuse_gpu, unavailable
 from moe_ops.backends.triton_hopper import (
     refuse_blocks,
@@ -32,10 +33,12 @@ from moe_ops.backends.triton_limits import least_of_float8
 from moe_ops.backends.triton_support import weight_of
 from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.registry.invariance import INVARIANT, Arithmetic, Refused
 
 log = logging.getLogger("moe_ops")
 WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/float8", "grouped/registers")
 NO_ADAPTERS = "adds no adapters"
+OTHER = "computes rows otherwise than the paths for any number of them"
 PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
 
 
@@ -52,13 +55,16 @@ class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
     of `products/` runs it, as "module:function"; what gives the tiles that this takes, if it takes
     any, ":function" of `triton_tiles.py`; its other options; the most tokens that it runs, None for
-    any number; and whether it runs one product of a call that it refuses, of which the plain kernel
-    then runs the other."""
+    any number; whether it runs one product of a call that it refuses, of which the plain kernel
+    then runs the other; how it computes a row, as `triton_arithmetic.py` names it, and what gives
+    its tiles then, where these are others."""
 
     name: str
     run: str
+    arithmetic: Arithmetic
     refusal: Callable[[ExpertsCall], str | None] = _takes_all
     tiles: str = ""
+    tiles_apart: str = ""
     options: Callable[[ExpertsCall], dict[str, Any]] = _no_options
     most: Callable[[ExpertsCall], int | None] = lambda call: None
     runs_one_product: Callable[[ExpertsCall], bool] = lambda call: False
@@ -136,30 +142,44 @@ def _wgmma_of(call: ExpertsCall) -> dict[str, Any]:
 PATHS = (
     Path(
         name="tiny/stream", run="register_stream:run_one", refusal=refuse_stream,
-        tiles=":of_one", most=_one,
+        tiles=":of_one", most=_one, arithmetic=arithmetic.of_one_sum,
     ),
-    Path(name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu),
+    Path(
+        name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu,
+        arithmetic=arithmetic.of_one_sum,
+    ),
     Path(
         name="rows/stream", run="register_stream:run", refusal=refuse_stream,
-        tiles=":of_few", most=_most_streamed,
+        tiles=":of_few", most=_most_streamed, arithmetic=arithmetic.of_stream,
+        tiles_apart=":of_few_in_values",
     ),
-    Path(name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu),
-    Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
-    Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
+    Path(
+        name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu,
+        arithmetic=arithmetic.of_rows, tiles_apart=":of_rows_in_values",
+    ),
+    Path(
+        name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales,
+        arithmetic=arithmetic.of_eight_bits,
+    ),
+    Path(
+        name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks,
+        arithmetic=arithmetic.of_eight_bits,
+    ),
     Path(
         name="grouped/float8", run="grouped_float8_tokens:run", refusal=refuse_float8,
-        tiles=":of_float8",
+        tiles=":of_float8", arithmetic=arithmetic.of_float8_tokens,
     ),
     Path(
         name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers,
-        tiles=":of_registers",
+        tiles=":of_registers", arithmetic=arithmetic.of_registers,
     ),
     Path(
         name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of,
-        runs_one_product=_one_by_wgmma,
+        runs_one_product=_one_by_wgmma, arithmetic=arithmetic.of_floats,
     ),
     Path(
         name="grouped/plain", run="grouped:run", refusal=refuse_decoded, device=refuse_gpu,
+        arithmetic=arithmetic.of_floats,
     ),
 )  # fmt: skip
 BY_FORCED = {path.forced: path for path in PATHS}
@@ -190,24 +210,48 @@ def paths_of(kernel: str) -> tuple[Path, ...]:
 def pick(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> Taken:
     """The first path of a backend that does not refuse a call. A layer of which the kernel of
     `grouped/wgmma` runs one product takes that path, and the plain kernel runs the other one, for
-    the reason that is given. Raises NotImplementedError if all refuse."""
+    the reason that is given. Of an invariant call only paths of its arithmetic are asked. Raises
+    NotImplementedError if all refuse."""
     refusals: dict[str, str] = {}
+    others = other_arithmetics(kernel, call)
     for path in paths_of(kernel):
-        refusal = path.refuses(call, adapted=adapted) or path.is_slower(call)
+        refusal = others.get(path.name) or path.refuses(call, adapted=adapted)
+        refusal = refusal or path.is_slower(call)
         if refusal is not None:
             refusals[path.name] = refusal
-        takes = not adapted or path.adapts
+        takes = path.name not in others and (not adapted or path.adapts)
         if refusal is None or (takes and path.runs_one_product(call)):
             return Taken(path=path, refusals=refusals)
+    few = [
+        path for path in paths_of(kernel) if path.name not in others and path.refusal(call) is None
+    ]
+    if INVARIANT.get() and few and not adapted:
+        return Taken(path=few[-1], refusals=refusals)  # whatever the number of rows is
     whys = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
     raise NotImplementedError(f"no path of triton.{kernel} runs this call:\n{whys}")
+
+
+def other_arithmetics(kernel: str, call: ExpertsCall) -> dict[str, str]:
+    """Why paths of a backend do not compute rows of a call as it is to be, if it is invariant."""
+    if not INVARIANT.get():
+        return {}
+    wanted = arithmetic.of_layer(call)
+    return {
+        path.name: f"is not batch invariant: {name}" if isinstance(name, Refused) else OTHER
+        for path in paths_of(kernel)
+        if (name := path.arithmetic(call)) != wanted or isinstance(name, Refused)
+    }
 
 
 def told(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> str:
     """In words, by which paths a backend runs a call, whose number of tokens may be unknown, and
     why not by those asked before them."""
     rows, ways, refusals = call.x_TD.shape[0], [], {}
+    others = other_arithmetics(kernel, call)
     for path in paths_of(kernel):
+        if path.name in others:
+            refusals[path.name] = others[path.name]
+            continue
         if adapted and not path.adapts:
             refusals[path.name] = NO_ADAPTERS
             continue

@@ -40,6 +40,9 @@ BLOCK_ROWS = 32  # of blocks with scales of their own that are decoded at once
 SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
 MANY_STEPS = 2**22  # elements of W2, from which on programs have many steps to round a token in
 FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
+OF_VALUES = 64  # tokens of a tile, from which on scales of steps are multiplied into values
+WARPS_WANTED = 8  # of a processor, in programs of streams that multiply scales into values
+AHEAD_ALONE = 6  # steps that one of few such programs loads ahead
 
 
 def tiny_of_floats(T: int, K: int, D: int, width: int, processors: int) -> TinyTiles:
@@ -145,6 +148,19 @@ def rows_of_codes(rows_per_expert: float, width: int, codes: Codes, memory: int)
     return _tiles(BN, (64, 128, 3, 8), (128, 128, 3, 8))
 
 
+def of_rows_in_values(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> RowsTiles:
+    """The tiles of an invariant call: of codes those with which scales are multiplied into values,
+    also where there are few rows; not measured."""
+    tiles, codes = of_rows(x_TD, ids_TK, layer, expert_map), layer.codes
+    if codes is None or codes.quantizes or not codes.one_a_step:
+        return tiles
+    up, down = (replace(tile, BN=max(tile.BN, OF_VALUES)) for tile in (tiles.up, tiles.down))
+    memory = shared_memory(x_TD) - (0 if shared_memory(x_TD) >= HOPPER_MEMORY else DECODED)
+    return rows_fitting(RowsTiles(up=up, down=down), layer.act.gated, codes.bits, memory)
+
+
 @functools.cache
 def rows_fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsTiles:
     """The tiles with as many stages as fit into `memory` bytes of shared memory, for weights of
@@ -242,6 +258,24 @@ def of_few(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | No
     streams = few_streams(ids_TK.numel() / experts, layer)
     assert streams is not None, "more rows are those of another path"
     return streams
+
+
+def of_few_in_values(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> Streams:
+    """The tiles of an invariant call, which multiply scales into values. Warps do not share the
+    columns of a row, so that of few pairs each warp is a program, which loads more steps ahead; not
+    measured."""
+    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
+    streams = few_streams(ids_TK.numel() / experts, layer)
+    stream = Stream(MW=4, MT=2, NT=2) if streams is None else streams.up
+    units, wanted = min(ids_TK.numel(), layer.sizes[0]), WARPS_WANTED * processors(x_TD)
+
+    def of(rows: int) -> Stream:
+        many = units * math.ceil(rows / stream.rows) * stream.warps >= wanted
+        return replace(stream if many else Stream(ahead=AHEAD_ALONE), in_values=True)
+
+    return Streams(up=of(_rows13(layer)), down=of(layer.sizes[1]))
 
 
 def one_streams(K: int, layer: Experts) -> Streams:

@@ -530,7 +530,7 @@ def add_step(acc, loaded, W: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.conste
 
 @gluon.jit
 def spread(values, w):
-    """[S, M, 4] for each of the four words that they are of, or eight of 8 bits, or [S, M, 8] of the
+    """[S, M, 4] for each of the four words that they are of, of 8 bits eight, or [S, M, 8] of the
     two."""
     many = gl.join(values, values)
     if values.shape[2] == 4:

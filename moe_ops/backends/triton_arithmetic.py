@@ -1,0 +1,198 @@
+"""How the paths of the Triton backends compute a row, by names: in which order and groups they sum,
+what they round, by which instructions. Two paths of one name give a row the same bits, however many
+rows there are (`moe_ops/registry/invariance.py`).
+
+In an invariant call every path leaves weights of routing to the last sum, which is over choices in
+their order, and takes h as it is stored. Of the products:
+
+    tiny             adds up experts in one sum, in the order of their ids, not of a token's choices
+    tiny/stream      shares of columns, and of choices, of one token; float8 and int8 as float16
+    rows             one sum, columns in order, in tiles of any size: of codes of four and six bits
+                     in the order of words; of int8 in int32; of float8 one for each 128 columns
+                     where these have a scale, else one for all of them
+    rows/stream      one sum, columns in the order of words; scales are multiplied into values, as
+                     Sizes.in_values says. Codes of 8 bits of inputs are multiplied as float16
+    grouped/row_scales, /blocks
+                     as rows, of int8 and float8
+    grouped/float8   by the tile scales are multiplied into codes, or into sums
+    grouped/registers
+                     as rows/stream
+    grouped/wgmma, /plain
+                     one sum, columns in order, of float32 one product after the other. Codes are
+                     decoded first, and then both scales are in what is rounded to 16 bits
+
+`mma.sync` and `wgmma` of 16 bits add the same, in tiles of any size and with either operand first;
+of float8 `wgmma` keeps fewer bits, so that rows have tiles for it on Hopper. Where a number is
+added to a product the compiler may round once for both, in one kernel and not in the other: such
+layers are computed by one path, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moe_ops.backends.triton_hopper import refuse_many, refuse_registers, scaled
+from moe_ops.backends.triton_support import inputs_of, weight_of
+from moe_ops.kernels.triton import brings_decoder, in_words
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.registry.backend import is_aligned
+from moe_ops.registry.invariance import Refused
+
+if TYPE_CHECKING:
+    from moe_ops.backends.triton_paths import Path
+
+FLOAT32 = "float32, columns in order"
+IN_ORDER = "16 bits, columns in order"
+BYTES = "16 bits, columns in order, codes times scales of 16 bits"
+IN_WORDS = "16 bits, columns in the order of words"
+INT8 = "int32"
+FLOAT8 = "float8 in one sum"
+FLOAT8_STEPS = "float8, a sum for 128 columns"
+APART = ", beside others"  # behind the name of a path that alone adds something to products so
+DYNAMIC = "one scale is that of all tokens of a call; give it as static scales"
+
+
+def refuse_dynamic(call: ExpertsCall) -> str | None:
+    """Why inputs are rounded by what is known of other rows, or None."""
+    inputs = inputs_of(call)
+    of = scaled(call) if inputs is None else inputs.scale
+    given = call.x_scale is not None or call.x_scale_TG is not None
+    return DYNAMIC if of == "tensor" and not (given and call.h_scale is not None) else None
+
+
+def in_place(call: ExpertsCall) -> ExpertsCall:
+    """A call whose tokens lie as those do that kernels of an invariant call are given."""
+    x_TD = call.x_TD
+    if lies(x_TD):
+        return call
+    return replace(call, x_TD=x_TD.new_empty(x_TD.shape))
+
+
+def lies(x_TD: Tensor) -> bool:
+    """Whether rows lie one behind the other, and begin at a multiple of 16 bytes."""
+    return x_TD.stride(1) == 1 and x_TD.stride(0) == x_TD.shape[1] and is_aligned(x_TD)
+
+
+def placed(x_TD: Tensor) -> Tensor:
+    """Tokens as kernels of an invariant call are given them: what runs a row may not depend on
+    where it lies."""
+    if lies(x_TD):
+        return x_TD
+    return x_TD.clone(memory_format=torch.contiguous_format)
+
+
+def of_one_sum(call: ExpertsCall) -> str:
+    """Of tiny and tiny/stream."""
+    return Refused("adds up the experts of all tokens of a call in one sum")
+
+
+def of_stream(call: ExpertsCall) -> str:
+    weight = weight_of(call)
+    if weight is None or weight.inputs_8:
+        return Refused("multiplies codes of inputs as float16, for few rows alone")
+    return IN_WORDS + _scaled_apart(call)
+
+
+def of_rows(call: ExpertsCall) -> str:
+    weight = weight_of(call)
+    if weight is None:
+        return IN_ORDER
+    if weight.inputs_8:
+        return _of_eight_bits(call) + (APART if _adds_biases(call) else "")
+    apart = _scaled_apart(call)
+    if in_words(weight):
+        return IN_WORDS + apart
+    if brings_decoder(weight) or weight.element == "float8_e5m2":
+        return IN_ORDER + (APART if call.global_scale13_E is not None else "")
+    return BYTES
+
+
+def of_eight_bits(call: ExpertsCall) -> str:
+    """Of grouped/row_scales and grouped/blocks."""
+    return _of_eight_bits(call)
+
+
+def of_float8_tokens(call: ExpertsCall) -> str:
+    return Refused("multiplies scales into codes or into sums, by the number of rows")
+
+
+def of_registers(call: ExpertsCall) -> str:
+    return IN_WORDS
+
+
+def of_floats(call: ExpertsCall) -> str:
+    """Of grouped/wgmma and grouped/plain."""
+    return FLOAT32 if call.dtype == torch.float32 else IN_ORDER
+
+
+def _of_eight_bits(call: ExpertsCall) -> str:
+    if scaled(call) == "group":
+        return FLOAT8_STEPS
+    weight = weight_of(call)
+    return INT8 if weight is not None and weight.element == "int8" else FLOAT8
+
+
+def _adds_biases(call: ExpertsCall) -> bool:
+    """Whether biases are added right behind a product with scales that leave the sum."""
+    biases = call.b13_EF is not None or call.b2_ED is not None
+    return biases and scaled(call) in ("row", "tensor")
+
+
+def _scaled_apart(call: ExpertsCall) -> str:
+    """Whether biases are added right behind a product with a global scale."""
+    biases = call.b13_EF is not None or call.b2_ED is not None
+    return APART if biases and call.global_scale13_E is not None else ""
+
+
+def of_layer(call: ExpertsCall) -> str:
+    """The arithmetic by which a layer is computed, whatever the number of rows: that of the first
+    path for many that does not refuse it. Codes that this would decode first are those of few rows,
+    whose paths run any number."""
+    from moe_ops.backends.triton_paths import paths_of
+
+    why = refuse_dynamic(call)
+    if why is not None:
+        return Refused(why)
+    call = in_place(call)
+    if not _is_grouped(call):
+        return of_rows(call)
+    for path in paths_of("grouped"):
+        name = path.arithmetic(call)
+        if path.refusal(call) is None and not isinstance(name, Refused):
+            return name
+    return Refused("no path for any number of rows runs it")
+
+
+def _is_grouped(call: ExpertsCall) -> bool:
+    """Whether the arithmetic is that of triton.grouped."""
+    if not call.w_format:
+        return True
+    if call.x_format and refuse_many(call) is not None:
+        return False
+    return weight_of(call).inputs_8 or refuse_registers(call) is None
+
+
+def of_backend(kernel: str, call: ExpertsCall) -> str:
+    """The arithmetic of a backend, named without "triton.": that of the layer, if any of its paths
+    computes so."""
+    name = of_layer(call)
+    if isinstance(name, Refused) or paths_by(name, kernel, call):
+        return name
+    from moe_ops.backends.triton_paths import paths_of
+
+    said = (path.arithmetic(call) for path in paths_of(kernel))
+    refused = next((one for one in said if isinstance(one, Refused)), None)
+    return refused or Refused(f"computes rows otherwise than for any number of them ({name})")
+
+
+def paths_by(name: str, kernel: str, call: ExpertsCall) -> list[Path]:
+    """The paths of a backend that run a call by this arithmetic, of any number of rows or of few."""
+    from moe_ops.backends.triton_paths import paths_of
+
+    call = in_place(call)
+    found = (path for path in paths_of(kernel) if path.arithmetic(call) == name)
+    return [path for path in found if path.refusal(call) is None or path.runs_one_product(call)]

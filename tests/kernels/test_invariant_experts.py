@@ -1,0 +1,135 @@
+"""Invariant calls of experts by Triton's kernels, in its interpreter without a GPU: rows do not
+depend on the batch, and every number of rows has the same arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.registry.invariance import Refused, invariant
+from moe_ops.testing import BF16, DEVICE, F16, LAYERS, Case, make_layer
+from tests.chosen import those_of
+from tests.independent_rows import PAIRS, call_of
+from tests.random_batches import OTHERS, batches, bits
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from moe_ops.backends import triton_arithmetic, triton_hopper, triton_paths, triton_tiles
+from moe_ops.backends.triton import TENSORS, formats_named, layer_of, run_experts, tensors_of
+from tests.kernels.offline_codes import quantized_call
+from tests.kernels.offline_floats import layer_call
+
+ON_GPU = DEVICE == "cuda"
+DTYPE = BF16 if ON_GPU else F16  # the interpreter multiplies no bfloat16
+CASE = Case(name="some", T=2, E=3, K=2, D=128, I=128)
+QUICK = (("mxfp4", "mxfp8"), ("int8:row", "int8:row"))
+FLOATS = ("", "")
+# Of many rows an expert, on Hopper; where none has kernels for a format, of few.
+ARITHMETIC = {
+    FLOATS: "16 bits, columns in order",
+    ("int4:1x128:bfloat16", ""): "16 bits, columns in the order of words",
+    ("mxfp4", "mxfp8"): "16 bits, columns in the order of words",
+    ("mxfp6_e3m2", "float8_e4m3fn:row"): "16 bits, columns in the order of words",
+    ("float8_e4m3fn:row", ""): "16 bits, columns in the order of words",
+    ("mxfp8", "mxfp8"): "16 bits, columns in the order of words",
+    ("int8:row", "int8:row"): "int32",
+    ("float8_e4m3fn:row", "float8_e4m3fn:row"): "float8 in one sum",
+    ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128"): "float8, a sum for 128 columns",
+    ("q4_k", ""): "16 bits, columns in order",
+    ("mxfp8_e5m2", ""): "16 bits, columns in order",
+}
+
+
+@pytest.mark.parametrize("formats", those_of(QUICK, PAIRS), ids=str)
+def test_rows_in_any_batch(formats: tuple[str, str]) -> None:
+    call = call_of(*formats, DTYPE, CASE, DEVICE)
+    with invariant():
+        want = run_experts("rows", call)
+        for name, batch, at_T in batches(call, len(OTHERS) * (1 if formats in QUICK else 2), 6):
+            got = run_experts("rows", batch)[at_T.to(DEVICE)]
+            assert torch.equal(bits(got), bits(want)), name
+
+
+def on_hopper(T: int, formats: tuple[str, str]) -> ExpertsCall:
+    case = LAYERS["qwen3_30b"]
+    return layer_call(case, T, False) if formats == FLOATS else quantized_call(case, T, *formats)
+
+
+@pytest.fixture
+def hopper() -> Any:
+    with (
+        patch.object(triton_hopper, "refuse_hopper", lambda t: None),
+        patch.object(triton_tiles, "processors", lambda t: 132),
+        patch.object(triton_tiles, "shared_memory", lambda t: 232448),
+        invariant(),
+    ):
+        yield
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("formats", ARITHMETIC, ids=str)
+def test_one_arithmetic_for_any_number_of_rows(formats: tuple[str, str]) -> None:
+    """Whichever backend and path run a call, they compute rows as the layer's are."""
+    for T in (1, 8, 64, 300, 4096):
+        call = on_hopper(T, formats)
+        assert triton_arithmetic.of_layer(call) == ARITHMETIC[formats]
+        assert isinstance(triton_arithmetic.of_backend("tiny", call), Refused)
+        for kernel in ("rows", "grouped"):
+            if not isinstance(triton_arithmetic.of_backend(kernel, call), Refused):
+                path = triton_paths.pick(kernel, call).path
+                assert path.arithmetic(call) == ARITHMETIC[formats]
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("formats", [f for f in ARITHMETIC if f[0] and "8" not in f[1]], ids=str)
+def test_tiles_multiply_scales_into_values(formats: tuple[str, str]) -> None:
+    """A tile of few tokens would multiply scales into sums."""
+    for T in (1, 8, 64, 300):
+        call = on_hopper(T, formats)
+        for path in triton_arithmetic.paths_by(ARITHMETIC[formats], "rows", call):
+            named = dict(zip(TENSORS, tensors_of(call), strict=True))
+            layer = layer_of(named, False, call.activation, formats_named(call))
+            tiles = path.function(path.tiles_apart)(call.x_TD, call.ids_TK, layer, None)
+            for tile in (tiles.up, tiles.down):
+                if path.name == "rows/stream":
+                    assert tile.in_values and tile.S == tile.C == 1
+                elif triton_tiles._codes(layer).one_a_step:
+                    assert tile.BN >= 64
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("given", [(), ("x_scale",), ("h_scale",), ("x_scale", "h_scale")], ids=str)
+def test_one_scale_of_all_tokens_has_to_be_static(given: tuple[str, ...]) -> None:
+    call = on_hopper(4, ("int8:row", "int8:row"))
+    call = replace(call, x_format="int8:tensor", **{n: torch.ones(1, device="meta") for n in given})
+    assert isinstance(triton_arithmetic.of_layer(call), Refused) == (len(given) < 2)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_biases_behind_scales_have_one_path() -> None:
+    """The compiler may round a sum and its bias once in one kernel, and twice in another."""
+    call = on_hopper(4, ("int8:row", "int8:row"))
+    assert not isinstance(triton_arithmetic.of_backend("rows", call), Refused)
+    call = replace(call, b13_EF=torch.empty(call.w13_EFD.shape[:2], device="meta"))
+    assert isinstance(triton_arithmetic.of_backend("rows", call), Refused)
+    assert triton_arithmetic.of_backend("grouped", call) == "int32"
+
+
+def test_where_tokens_lie_does_not_matter() -> None:
+    """What they are copied to is where kernels that need them aligned take them."""
+    x_TD = torch.randn(6, 33)[:, 1:]
+    placed_TD = triton_arithmetic.placed(x_TD)
+    assert triton_arithmetic.lies(placed_TD) and torch.equal(placed_TD, x_TD)
+    assert triton_arithmetic.placed(placed_TD) is placed_TD
+    call = replace(make_call(), x_TD=x_TD)
+    assert triton_arithmetic.lies(triton_arithmetic.in_place(call).x_TD)
+
+
+def make_call() -> ExpertsCall:
+    layer = make_layer(replace(CASE, D=32), F16)
+    return ExpertsCall(layer.x_TD, layer.weights_TK, layer.ids_TK, layer.w13_EFD, layer.w2_EDI)
