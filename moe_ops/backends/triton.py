@@ -87,7 +87,8 @@ def _route(call: RouteCall, before: Before = None) -> tuple[Tensor, Tensor]:
 
 def tensors_of_route(call: RouteCall) -> tuple[Tensor | None, ...]:
     c = call
-    return with_rows(c.logits_TE), contiguous(c.bias_E), contiguous(c.per_expert_scale_E)
+    logits_TE = placed(c.logits_TE) if INVARIANT.get() else with_rows(c.logits_TE)
+    return logits_TE, contiguous(c.bias_E), contiguous(c.per_expert_scale_E)
 
 
 def rest_of_route(call: RouteCall) -> tuple[Any, ...]:

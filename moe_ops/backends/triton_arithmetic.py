@@ -126,7 +126,12 @@ def of_registers(call: ExpertsCall) -> str:
 
 def of_floats(call: ExpertsCall) -> str:
     """Of grouped/wgmma and grouped/plain."""
-    return FLOAT32 if call.dtype == torch.float32 else IN_ORDER
+    return of_products(call.dtype)
+
+
+def of_products(dtype: torch.dtype) -> str:
+    """Of the products of many rows in this dtype."""
+    return FLOAT32 if dtype == torch.float32 else IN_ORDER
 
 
 def _of_eight_bits(call: ExpertsCall) -> str:
@@ -190,7 +195,7 @@ def of_backend(kernel: str, call: ExpertsCall) -> str:
 
 
 def paths_by(name: str, kernel: str, call: ExpertsCall) -> list[Path]:
-    """The paths of a backend that run a call by this arithmetic, of any number of rows or of few."""
+    """The paths of a backend that run a call by this arithmetic, of any number of rows or few."""
     from moe_ops.backends.triton_paths import paths_of
 
     call = in_place(call)

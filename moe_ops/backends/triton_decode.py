@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_ops.backends.triton_ahead import begins_alone
+from moe_ops.backends.triton_arithmetic import IN_ORDER, placed
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.decode_ops.convolution_step import ConvolutionStepCall, convolution_step
 from moe_ops.decode_ops.delta_rule import DeltaRuleCall, delta_rule
@@ -24,7 +25,13 @@ from moe_ops.decode_ops.state_space_step import StateSpaceStepCall, state_space_
 from moe_ops.kernels.triton.decode.latents_plan import MOST_SLOTS
 from moe_ops.kernels.triton.decode.states_plan import MOST_WIDTH
 from moe_ops.registry.gradients import grad_wanted
+from moe_ops.registry.invariance import INVARIANT, Arithmetic, Refused, unknown
 from moe_ops.registry.spec import Op
+
+# Of attention the slots of a program are so many from the first that is seen on; of layers with a
+# state a program has some channels of a sequence's head, whatever other sequences there are.
+SPANS, A_HEAD = "spans of slots in their order", "channels by themselves"
+OVER_LATENTS = "its programs share slots by the number of sequences, and by where these begin"
 
 
 def supports(call: Any) -> str | None:
@@ -36,11 +43,12 @@ def supports(call: Any) -> str | None:
 
 
 def _kernels(
-    op: Op, supports: Callable[[Any], str | None] = supports
+    op: Op, supports: Callable[[Any], str | None] = supports, arithmetic: Arithmetic = unknown
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     register = op.backend(
-        "triton", reads=op.optional, supports=supports, devices=("cuda",), priority=1
-    )
+        "triton", reads=op.optional, supports=supports, devices=("cuda",), priority=1,
+        arithmetic=arithmetic,
+    )  # fmt: skip
 
     def of(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
         register(run)
@@ -86,25 +94,37 @@ def _changed(t: Tensor) -> None:
         torch.autograd.graph.increment_version(t)
 
 
-@_kernels(linears)
+@_kernels(linears, arithmetic=lambda call: IN_ORDER)
 def launch_linears(call: LinearsCall) -> list[Tensor]:
     from moe_ops.kernels.triton.decode.linears import run
 
-    return run(*linears.arguments.flat(call))
+    invariant = INVARIANT.get()
+    if invariant:
+        call = replace(call, x_TK=placed(call.x_TK))
+    return run(*linears.arguments.flat(call), invariant=invariant)
 
 
-@_kernels(normed_linears)
+@_kernels(normed_linears, arithmetic=lambda call: IN_ORDER)
 def launch_normed(call: NormedLinearsCall) -> list[Tensor]:
     from moe_ops.kernels.triton.decode.linears import run_normed
 
-    return run_normed(*normed_linears.arguments.flat(call))
+    invariant = INVARIANT.get()
+    if invariant:
+        call = with_rows_placed(call)
+    return run_normed(*normed_linears.arguments.flat(call), invariant=invariant)
 
 
-@_kernels(one_query)
+def with_rows_placed(call: Any) -> Any:
+    """A call of normed layers whose rows lie as those of an invariant call do."""
+    residual_TK = None if call.residual_TK is None else placed(call.residual_TK)
+    return replace(call, x_TK=placed(call.x_TK), residual_TK=residual_TK)
+
+
+@_kernels(one_query, arithmetic=lambda call: SPANS)
 def launch_attention(call: OneQueryCall) -> Tensor:
     from moe_ops.kernels.triton.decode.one_query import attend
 
-    out: Tensor = attend(*one_query.arguments.flat(call))
+    out: Tensor = attend(*one_query.arguments.flat(call), invariant=INVARIANT.get())
     return out
 
 
@@ -124,7 +144,7 @@ def supports_latents(call: OneQueryLatentsCall) -> str | None:
     return None
 
 
-@_kernels(one_query_latents, supports_latents)
+@_kernels(one_query_latents, supports_latents, lambda call: Refused(OVER_LATENTS))
 def launch_latents(call: OneQueryLatentsCall) -> Tensor:
     from moe_ops.kernels.triton.decode.latents import attend
 
@@ -132,18 +152,18 @@ def launch_latents(call: OneQueryLatentsCall) -> Tensor:
     return out
 
 
-@_kernels(rope_attention)
+@_kernels(rope_attention, arithmetic=lambda call: SPANS)
 def launch_rope(call: RopeAttentionCall) -> Tensor:
     """What reads the caches behind it for autograd is to see that they changed."""
     from moe_ops.kernels.triton.decode.rope_attention import run
 
-    out: Tensor = run(*rope_attention.arguments.flat(call))
+    out: Tensor = run(*rope_attention.arguments.flat(call), invariant=INVARIANT.get())
     for cache in (call.keys_BNSD, call.values_BNSD):
         _changed(cache)
     return out
 
 
-@_kernels(delta_rule, supports_state)
+@_kernels(delta_rule, supports_state, lambda call: A_HEAD)
 def launch_delta_rule(call: DeltaRuleCall) -> tuple[Tensor, Tensor]:
     from moe_ops.kernels.triton.decode.scans import scan_delta_rule
 
@@ -151,7 +171,7 @@ def launch_delta_rule(call: DeltaRuleCall) -> tuple[Tensor, Tensor]:
     return out
 
 
-@_kernels(delta_rule_step, supports_state)
+@_kernels(delta_rule_step, supports_state, lambda call: A_HEAD)
 def launch_delta_rule_step(call: DeltaRuleStepCall) -> Tensor:
     from moe_ops.kernels.triton.decode.states import step_delta_rule
 
@@ -160,7 +180,7 @@ def launch_delta_rule_step(call: DeltaRuleStepCall) -> Tensor:
     return out
 
 
-@_kernels(state_space_step, supports_state)
+@_kernels(state_space_step, supports_state, lambda call: A_HEAD)
 def launch_state_space_step(call: StateSpaceStepCall) -> Tensor:
     from moe_ops.kernels.triton.decode.states import step_state_space
 
@@ -169,7 +189,7 @@ def launch_state_space_step(call: StateSpaceStepCall) -> Tensor:
     return out
 
 
-@_kernels(state_space_scan, supports_state)
+@_kernels(state_space_scan, supports_state, lambda call: A_HEAD)
 def launch_state_space(call: StateSpaceScanCall) -> tuple[Tensor, Tensor]:
     from moe_ops.kernels.triton.decode.scans import scan_state_space
 
@@ -177,7 +197,7 @@ def launch_state_space(call: StateSpaceScanCall) -> tuple[Tensor, Tensor]:
     return out
 
 
-@_kernels(convolution_step, supports_convolution)
+@_kernels(convolution_step, supports_convolution, lambda call: A_HEAD)
 def launch_convolution(call: ConvolutionStepCall) -> Tensor:
     from moe_ops.kernels.triton.decode.states import step_convolution
 

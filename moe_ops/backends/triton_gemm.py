@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_ops.backends import reads, triton_formats
 from moe_ops.backends.aten import refuse_out_dtype
 from moe_ops.backends.strides import contiguous, with_rows
+from moe_ops.backends.triton_arithmetic import of_products
 from moe_ops.backends.triton_device import (
     FLOATS,
     LEAST_CAPABILITY,
@@ -80,6 +81,7 @@ def refuse_codes(codes: Tensor, scale: Tensor | None, format: str) -> str | None
     supports=supports_gemm,
     devices=("cuda",),
     priority=1,
+    arithmetic=lambda call: of_products(_gemm_dtype(call)),
 )
 def grouped_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` by the kernels of triton.grouped, codes decoded first; unused rows stay

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch.nn.functional import linear
 
 from moe_ops.backends.strides import contiguous, with_rows
 from moe_ops.backends.triton_ahead import begins_alone
+from moe_ops.backends.triton_arithmetic import placed
+from moe_ops.backends.triton_decode import with_rows_placed
 from moe_ops.backends.triton_device import HALF, either, refuse_hopper
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_gemm import refuse_codes, values_of
@@ -21,6 +24,8 @@ from moe_ops.decode_ops.normed_quantized_linears import (
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
 from moe_ops.registry.backend import Rows
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import INVARIANT
+from moe_ops.registry.registration import ANY_ROWS
 
 DECODED = "triton.decoded"
 
@@ -61,12 +66,18 @@ def supports_few(call: QuantizedLinearsCall) -> str | None:
     return supports(call)
 
 
+def of_codes(call: Any) -> str:
+    """One sum in tiles of one size, or those of shares of columns, whose number K decides."""
+    return "codes of few rows, as many times as there are"
+
+
 @quantized_linears.backend(
     "triton",
     supports=supports_few,
-    rows=Rows(possible=lambda call: MOST_ROWS),
+    rows=Rows(possible=lambda call: ANY_ROWS if INVARIANT.get() else MOST_ROWS),
     devices=("cuda",),
     priority=2,
+    arithmetic=of_codes,
 )
 def multiply_few(call: QuantizedLinearsCall) -> list[Tensor]:
     """`quantized_linears` of up to 64 rows by one launch for four weights, which decodes them in
@@ -75,7 +86,11 @@ def multiply_few(call: QuantizedLinearsCall) -> list[Tensor]:
 
     if call.x_TK.shape[0] == 0:
         return [call.x_TK.new_empty(0, w_NK.shape[0]) for w_NK in call.weights]
-    return run(with_rows(call.x_TK), _layers(call), streams=refuse_stream(call) is None)
+    invariant = INVARIANT.get()
+    if invariant:
+        call = replace(call, x_TK=placed(call.x_TK))
+    streams = refuse_stream(call) is None
+    return run(with_rows(call.x_TK), _layers(call), streams=streams, invariant=invariant)
 
 
 def refuse_stream(call: QuantizedLinearsCall) -> str | None:
@@ -108,15 +123,19 @@ def supports_normed(call: NormedQuantizedLinearsCall) -> str | None:
     supports=supports_normed,
     devices=("cuda",),
     priority=1,
+    arithmetic=of_codes,
 )
 def multiply_normed(call: NormedQuantizedLinearsCall) -> list[Tensor]:
     """`normed_quantized_linears` of one row in one launch for the first four weights, of others in
     one more."""
     from moe_ops.kernels.triton.decode.quantized_linears import run_normed
 
+    invariant = INVARIANT.get()
+    if invariant:
+        call = with_rows_placed(call)
     return run_normed(
         with_rows(call.x_TK), call.residual_TK, call.gain_K, call.eps, _layers(call.of(call.x_TK)),
-        call.gain_shift, streams=refuse_stream(call.of(call.x_TK)) is None,
+        call.gain_shift, streams=refuse_stream(call.of(call.x_TK)) is None, invariant=invariant,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.backends.triton_device import LEAST_CAPABILITY, LEAST_FLOAT8, refuse_device
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.quant.formats import ALL, TENSOR, Format, keep_by_format
+from moe_ops.registry.invariance import Refused
 
 ONCE = ("float8_e4m3fn", "int8")  # elements that may have one scale for the tensor
 BLOCKS = ("float8_e4m3fn", "float6_e3m2", "float6_e2m3", "float4_e2m1")
@@ -34,12 +35,19 @@ def supports(call: QuantizeCall) -> str | None:
     return refuse_device(call.x_RD, LEAST_FLOAT8 if float8 else LEAST_CAPABILITY)
 
 
+def arithmetic_of(call: QuantizeCall) -> str:
+    if Format.of(call.format).group == TENSOR and call.scale is None:
+        return Refused("one scale is that of all rows; give it")
+    return "groups by themselves"
+
+
 @quantize.backend(
     "triton",
     reads=("format", "scale", "scale_rule"),
     supports=supports,
     devices=("cuda",),
     priority=1,
+    arithmetic=arithmetic_of,
 )
 def launch_quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     """`quantize` in one launch; in two, if one scale for the tensor is to be found."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends import reads
-from moe_ops.backends.triton import rest_of_route, supports_route, tensors_of_route
+from moe_ops.backends.triton import A_WARP, rest_of_route, supports_route, tensors_of_route
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
 from moe_ops.ops.route_recording import RouteRecordingCall, route_recording
 from moe_ops.ops.route_replaying import RouteReplayingCall, route_replaying
@@ -19,6 +19,7 @@ from moe_ops.ops.route_replaying import RouteReplayingCall, route_replaying
     supports=lambda call: supports_route(call.routing),
     devices=("cuda",),
     priority=1,
+    arithmetic=lambda call: A_WARP,
 )
 def record(call: RouteRecordingCall) -> tuple[Tensor, Tensor]:
     """`route_recording` in one launch."""
@@ -44,6 +45,7 @@ def _record(call: RouteRecordingCall, before: Before = None) -> tuple[Tensor, Te
     supports=lambda call: supports_route(call.routing),
     devices=("cuda",),
     priority=1,
+    arithmetic=lambda call: A_WARP,
 )
 def replay_ids(call: RouteReplayingCall) -> tuple[Tensor, Tensor]:
     """`route_replaying` in one launch."""

@@ -103,7 +103,7 @@ def product_kernel(
     w_M1, x_1N = (w_ptr + m * stride_w)[:, None], (x_ptr + n * stride_x)[None, :]
     acc_MN = add_product(
         acc_MN, w_M1, 1, w_scale_ptr, w_zero_ptr, 0 * m, m, m < ROWS, x_1N, None, n, n < TOKENS,
-        ROWS, COLUMNS, STEP, W, "",
+        ROWS, COLUMNS, STEP, W, "", False,
     )  # fmt: skip
     acc_MN = rescaled(acc_MN, W, x_ptr.dtype.element_ty)
     tl.store(out_ptr + m[:, None] * TOKENS + n[None, :], acc_MN)

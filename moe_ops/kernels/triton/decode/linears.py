@@ -48,15 +48,18 @@ def run(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor | None],
     plan: LinearsPlan | None = None,
+    *,
+    invariant: bool = False,
 ) -> list[Tensor]:
     """y_g = x W_gᵀ + b_g for weights [N_g, K] that no launch still in flight writes.
 
-    Sums are in float32, rounded once to the dtype of the input; the same in every run.
+    Sums are in float32, rounded once to the dtype of the input; the same in every run. Of an
+    invariant call they are those of `linears_few`, whatever the number of rows.
     """
     outs = [x_TK.new_empty(x_TK.shape[0], w.shape[0]) for w in weights]
     for first in range(0, len(weights), MOST):
         part = slice(first, first + MOST)
-        _launch(x_TK, weights[part], biases[part], outs[part], plan)
+        _launch(x_TK, weights[part], biases[part], outs[part], plan, few=invariant)
     return outs
 
 
@@ -70,18 +73,22 @@ def run_normed(
     biases: Sequence[Tensor | None],
     gain_shift: float | None = None,
     plan: LinearsPlan | None = None,
+    *,
+    invariant: bool = False,
 ) -> list[Tensor]:
     """[s, n, y_0, ...]: s = x + residual, left out if there is no residual, n = gain s / rms(s), or
     that of a shifted gain, as `normed_linears` rounds it, and the rest `run` of n.
 
     One row, or a few for few outputs, are normed in the launch for the first weights, of which
-    every program norms all of them for itself; others are in a launch before.
+    every program norms all of them for itself; others are in a launch before, and so are all of an
+    invariant call.
     """
     norm, made = norm_of(x_TK, residual_TK, gain_K, eps, gain_shift)
     T = x_TK.shape[0]
-    if T > 1 and (plan is not None or outputs_stream(x_TK, weights[:MOST], True) is None):
+    few = T > 1 and (plan is not None or outputs_stream(x_TK, weights[:MOST], True) is None)
+    if invariant or few:
         norm_rows(x_TK, norm)
-        return [*made, *run(norm.normed, weights, biases, plan)]
+        return [*made, *run(norm.normed, weights, biases, plan, invariant=invariant)]
     outs = [x_TK.new_empty(T, w.shape[0]) for w in weights[:MOST]]
     _launch(x_TK, weights[:MOST], biases[:MOST], outs, plan, norm)
     return [*made, *outs, *run(norm.normed, weights[MOST:], biases[MOST:], plan)]
@@ -94,12 +101,15 @@ def _launch(
     outs: Sequence[Tensor],
     plan: LinearsPlan | None,
     norm: Norm | None = None,
+    few: bool = False,
 ) -> None:
+    """`few`: by `linears_few`, whatever the number of rows."""
     T, K = x_TK.shape
     sizes = [w.shape[0] for w in weights]
-    stream = None if plan else outputs_stream(x_TK, weights, norm is not None)
+    stream = None if plan or few else outputs_stream(x_TK, weights, norm is not None)
     if plan is None:
-        plan = plan_for(T, sum(sizes), K, processors(x_TK), shared_memory(x_TK))
+        rows = max(T, 2) if few else T
+        plan = plan_for(rows, sum(sizes), K, processors(x_TK), shared_memory(x_TK))
     options = pdl_options(x_TK)
     rest = [None] * (MOST - len(weights))
     # Where the blocks of each weight begin among all of them, and where the last ones end.
@@ -126,7 +136,7 @@ def _launch(
         )  # fmt: skip
         return
     constants |= {"BN": plan.rows, "BK": plan.step, "num_warps": plan.warps}
-    if T == 1:
+    if T == 1 and not few:
         launch(
             linears_one, (firsts[MOST],), *tensors, residual, gain, total, normed,
             KP=triton.next_power_of_2(K), EPS=eps, SHIFT=shift, **constants, **options,

@@ -20,8 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.decode.one_query_plan import (
+    MERGED,
     MOST_HELD,
     AttentionPlan,
+    invariant_plan_for,
     plan_for,
     power_of_two,
 )
@@ -38,15 +40,20 @@ def attend(
     scale: float,
     sinks_H: Tensor | None = None,
     plan: AttentionPlan | None = None,
+    *,
+    invariant: bool = False,
 ) -> Tensor:
     """The op `one_query` of arguments that its `refusal` lets pass. What is in
-    hidden slots behind the last that is not hidden does not matter."""
+    hidden slots behind the last that is not hidden does not matter. Of an invariant call neither
+    does how many sequences and slots there are, nor which slot is the first that is not hidden."""
     B, H, D = q_BHD.shape
     C, N, slots, DV = v_BNSD.shape
     group = H // N
     rows = max(16, power_of_two(group))
-    if plan is None:
-        row_bytes = (D + DV) * k_BNSD.element_size()
+    row_bytes = (D + DV) * k_BNSD.element_size()
+    if invariant:
+        plan = invariant_plan_for(slots, row_bytes, rows * DV)
+    elif plan is None:
         plan = plan_for(B * N, slots, row_bytes, rows * DV, processors(q_BHD))
     options = pdl_options(q_BHD)
     # An argument that a launch does not read is some tensor; it is not looked at.
@@ -80,6 +87,7 @@ def attend(
         BL=power_of_two(plan.span),
         SPLITS=plan.splits,
         SINKS=sinks_H is not None and plan.splits == 1,
+        FROM_FIRST=invariant,
         LEAST=least_of(mask_BS),
         SCALE=scale,
         num_warps=plan.warps,
@@ -87,6 +95,7 @@ def attend(
         **options,
     )
     if plan.splits > 1:
+        merged = MERGED if invariant else power_of_two(plan.splits)
         launch(
             one_query_merge,
             (B * H,),
@@ -97,10 +106,10 @@ def attend(
             H,
             B * H * plan.splits,
             SPLITS=plan.splits,
-            BP=power_of_two(plan.splits),
+            BP=merged,
             DV=DV,
             SINKS=sinks_H is not None,
-            num_warps=8 if power_of_two(plan.splits) * DV > MOST_HELD else 4,
+            num_warps=8 if merged * DV > MOST_HELD else 4,
             **options,
         )
     return out
@@ -128,14 +137,15 @@ def one_query_kernel(
     N, mask_stride,
     slots: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BS: tl.constexpr, SPAN: tl.constexpr, BL: tl.constexpr, SPLITS: tl.constexpr,
-    SINKS: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
+    SINKS: tl.constexpr, FROM_FIRST: tl.constexpr, LEAST: tl.constexpr, SCALE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a query and a head of the cache, SPAN of its slots, in tiles of BS. W queries in
     a row share a sequence of the cache.
 
     The mask comes first: what is behind the last slot that it shows is not read, nor are tiles
-    before the first. Then all that is in flight at once is asked for at once.
+    before the first. Then all that is in flight at once is asked for at once. FROM_FIRST: spans
+    begin at the first slot that the mask shows, which padding before a sequence moves.
     """
     pair = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -155,6 +165,12 @@ def one_query_kernel(
         q_ptr + (pair * G + rows[:, None]) * D + dims[None, :], mask=rows[:, None] < G, other=0.0
     )
     every = tl.arange(0, BL)
+    if FROM_FIRST:
+        begin = 0 * split + slots
+        for at in range(0, slots, BL):
+            shown = mask_at(mask_ptr, at + every, at + every < slots, LEAST) > float("-inf")
+            begin = tl.minimum(begin, tl.min(tl.where(shown, at + every, slots)))
+        lead += begin
     own = (every < SPAN) & (lead + every < slots)
     seen = mask_at(mask_ptr, lead + every, own, LEAST) > float("-inf")
     end = lead + tl.max(tl.where(seen, every + 1, 0))
@@ -206,7 +222,8 @@ def one_query_merge(
     SPLITS: tl.constexpr, BP: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: the output of one query head from what the programs found in its slots."""
+    """One program: the output of one query head from what the programs found in its slots. More
+    than BP of them are added BP at a time, in their order."""
     row = tl.program_id(0).to(tl.int64)
     p, out_dims = tl.arange(0, BP), tl.arange(0, DV)
     here = row * SPLITS + p
@@ -217,12 +234,26 @@ def one_query_merge(
         found_ptr + here[:, None] * DV + out_dims[None, :], mask=p[:, None] < SPLITS, other=0.0
     )
     top = tl.max(high_P, 0)
+    for first in range(BP, SPLITS, BP):
+        more_P = tl.load(stats_ptr + here + first, mask=first + p < SPLITS, other=float("-inf"))
+        top = tl.maximum(top, tl.max(more_P, 0))
     if SINKS:
         sink = tl.load(sinks_ptr + row % H).to(tl.float32)
         top = tl.maximum(top, sink)
     weight_P = tl.exp(high_P - top)
     total = tl.sum(total_P * weight_P, 0)
+    out_V = tl.sum(found_PV * weight_P[:, None], 0)
+    for first in range(BP, SPLITS, BP):
+        at, inside = here + first, first + p < SPLITS
+        high_P = tl.load(stats_ptr + at, mask=inside, other=float("-inf"))
+        total_P = tl.load(stats_ptr + stat_stride + at, mask=inside, other=0.0)
+        found_PV = tl.load(
+            found_ptr + at[:, None] * DV + out_dims[None, :], mask=inside[:, None], other=0.0
+        )
+        weight_P = tl.exp(high_P - top)
+        total += tl.sum(total_P * weight_P, 0)
+        out_V += tl.sum(found_PV * weight_P[:, None], 0)
     if SINKS:
         total += tl.exp(sink - top)
-    out_V = tl.sum(found_PV * weight_P[:, None], 0) / total
+    out_V = out_V / total
     tl.store(out_ptr + row * DV + out_dims, out_V.to(out_ptr.dtype.element_ty))

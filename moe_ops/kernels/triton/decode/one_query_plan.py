@@ -18,6 +18,8 @@ MOST_PROGRAMS = 4  # a processor has at a time, where slots are split
 MOST_TILE_SLOTS = 64
 MOST_TILE_BYTES = 32 * 1024  # of keys and values
 STAGES = 3
+INVARIANT_SPAN = 512  # slots of a program of an invariant call
+MERGED = 16  # programs whose sums the merge of such a call adds at once
 
 
 class AttentionPlan(NamedTuple):
@@ -46,6 +48,15 @@ def plan_for(pairs: int, slots: int, row_bytes: int, held: int, processors: int)
     return AttentionPlan(
         -(-slots // (tiles * tile)), tiles * tile, tile, warps, min(STAGES, tiles + 1)
     )
+
+
+def invariant_plan_for(slots: int, row_bytes: int, held: int) -> AttentionPlan:
+    """The plan of an invariant call: programs have as many slots whatever the number of sequences
+    and of slots, and are two or more, so that a merge follows; not measured."""
+    fitting = power_of_two(MOST_TILE_BYTES // row_bytes + 1) // 2
+    tile = max(16, min(MOST_TILE_SLOTS, fitting))
+    warps = 8 if tile * row_bytes > MOST_TILE_BYTES or held > MOST_HELD else 4
+    return AttentionPlan(max(2, -(-slots // INVARIANT_SPAN)), INVARIANT_SPAN, tile, warps, STAGES)
 
 
 def power_of_two(n: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,18 +40,23 @@ from moe_ops.kernels.triton.launch import (
 )
 from moe_ops.kernels.triton.replay import launch
 
+MOST_COLUMNS = 64  # of a tile, all of which those of an invariant call have
+
 
 @on_its_device
 def run(
-    x_TK: Tensor, layers: Coded, plan: QuantizedLinearsPlan | None = None, streams: bool = False
-) -> list[Tensor]:
+    x_TK: Tensor, layers: Coded, plan: QuantizedLinearsPlan | None = None, streams: bool = False,
+    invariant: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """y_g = x W_gᵀ + b_g for codes that no launch still in flight writes.
 
     x: bfloat16 or float16 of up to 64 rows, in which values of codes are multiplied; sums are in
     float32, rounded once; the same in every run. One row goes to `run_row` where that decodes the
-    format, and others to `run_stream` if they may.
+    format, and others to `run_stream` if they may. An invariant call may have any number of rows.
     """
     T = x_TK.shape[0]
+    if invariant:
+        return run_parts(x_TK, layers, streams)
     if T == 1 and streams and streams_row(layers):
         return run_row_stream(x_TK, layers)
     if T == 1 and multiplies_row(layers.weight):
@@ -59,6 +65,19 @@ def run(
         return run_stream(x_TK, layers)
     words = in_words(layers.weight)
     return _run(arrange(x_TK, layers.weight) if words else x_TK, x_TK.shape[1], layers, plan)
+
+
+def run_parts(x_TK: Tensor, layers: Coded, streams: bool) -> list[Tensor]:
+    """`run` by one kernel, whatever the number of rows: of so many at a time as it has columns."""
+    if streams:
+        parts = [run_stream(part, layers) for part in x_TK.split(MOST_STREAMED)]
+    else:
+        x_TC = arrange(x_TK, layers.weight) if in_words(layers.weight) else x_TK
+        K = x_TK.shape[1]
+        parts = [_run(part, K, layers, None, MOST_COLUMNS) for part in x_TC.split(MOST_COLUMNS)]
+    if len(parts) == 1:
+        return parts[0]
+    return [torch.cat(outs) for outs in zip(*parts, strict=True)]
 
 
 @on_its_device
@@ -70,11 +89,16 @@ def run_normed(
     layers: Coded,
     gain_shift: float | None = None,
     streams: bool = False,
+    invariant: bool = False,
 ) -> list[Tensor]:
     """[s, n, y_0, ...]: s and n as `linears.run_normed` makes them, and the rest `run` of n. Where
-    `run_row` multiplies a row it is normed in the same launch, else rows are normed before."""
+    `run_row` multiplies a row it is normed in the same launch, else, and of an invariant call, rows
+    are normed before."""
     weight, (T, K) = layers.weight, x_TK.shape
     norm, made = norm_of(x_TK, residual_TK, gain_K, eps, gain_shift)
+    if invariant:
+        norm_rows(x_TK, norm)
+        return [*made, *run_parts(norm.normed, layers, streams)]
     if T == 1 and streams and streams_row(layers):
         return [*made, *run_normed_row_stream(x_TK, norm, layers)]
     if T == 1 and multiplies_row(weight):
@@ -86,24 +110,28 @@ def run_normed(
     return [*made, *_run(norm.normed if n_TK is None else n_TK, K, layers, None)]
 
 
-def _run(x_TK: Tensor, K: int, layers: Coded, plan: QuantizedLinearsPlan | None) -> list[Tensor]:
+def _run(
+    x_TK: Tensor, K: int, layers: Coded, plan: QuantizedLinearsPlan | None, columns: int = 16
+) -> list[Tensor]:
     """Products of x as it is multiplied: in the order in which codes of K columns are decoded."""
-    return layers.results(x_TK, lambda part, outs: _launch(x_TK, K, part, outs, plan))
+    return layers.results(x_TK, lambda part, outs: _launch(x_TK, K, part, outs, plan, columns))
 
 
 def _launch(
-    x_TK: Tensor, K: int, layers: Coded, outs: Sequence[Tensor], plan: QuantizedLinearsPlan | None
-) -> None:
+    x_TK: Tensor, K: int, layers: Coded, outs: Sequence[Tensor], plan: QuantizedLinearsPlan | None,
+    columns: int,
+) -> None:  # fmt: skip
+    """`columns`: of a tile, at least."""
     T, weight = x_TK.shape[0], layers.weight
     if plan is None:
         N, memory = sum(layers.sizes), shared_memory(x_TK)
-        plan = plan_for(T, N, weight.bits, processors(x_TK), memory)
+        plan = plan_for(max(T, columns), N, weight.bits, processors(x_TK), memory)
     programs, constants = layers.constants(plan.rows)
     launch(
         quantized_linears_few, (programs,),
         x_TK, *layers.arguments(outs), T, x_TK.stride(0),
         K=K, ROW=layers.row, W=weight, BN=plan.rows, BK=plan.step,
-        BT=max(16, triton.next_power_of_2(T)), num_warps=plan.warps, num_stages=plan.stages,
+        BT=max(columns, triton.next_power_of_2(T)), num_warps=plan.warps, num_stages=plan.stages,
         **constants, **pdl_options(x_TK),
     )  # fmt: skip
 
@@ -134,7 +162,7 @@ def quantized_linears_few(
     acc_NT = tl.zeros((BN, BT), tl.float32)
     acc_NT = add_product(
         acc_NT, w_N1, 1, scale_ptr, zero_ptr, first, n_N, n_N < size, x_1T, None, t_T, t_T < T,
-        N0, K, BK, W, "evict_first",
+        N0, K, BK, W, "evict_first", False,
     )  # fmt: skip
     acc_NT = rescaled(acc_NT, W, x_ptr.dtype.element_ty)
     if g0_ptr is not None:

@@ -48,20 +48,24 @@ def run(
     k_gain_D: Tensor | None,
     eps: float,
     sinks_H: Tensor | None,
+    *,
+    invariant: bool = False,
 ) -> Tensor:
-    """The op `rope_attention` of arguments that its `refusal` lets pass."""
+    """The op `rope_attention` of arguments that its `refusal` lets pass; of an invariant call as
+    `one_query` says."""
     tensors = (q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD)
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
     rest = (mask_BS, scale, q_gain_D, k_gain_D, eps, sinks_H)
-    if B == 1 and is_hopper(q_BHD) and fits_registers(H // N, slots, D, DV):
+    if not invariant and B == 1 and is_hopper(q_BHD) and fits_registers(H // N, slots, D, DV):
         return run_short(*tensors, *rest)
     wide = D >= WIDE
     BS = min(128 if wide else 64, max(16, triton.next_power_of_2(slots) // 2))
     tiles = triton.cdiv(slots, BS)
     held = tiles * BS * (D + DV) * q_BHD.element_size()
-    if held > min(MOST_BYTES, shared_memory(q_BHD) - OTHER_BYTES):
+    if invariant or held > min(MOST_BYTES, shared_memory(q_BHD) - OTHER_BYTES):
         turned_BHD = rope.run(*tensors, q_gain_D, k_gain_D, eps)
-        return one_query.attend(turned_BHD, keys_BNSD, values_BNSD, mask_BS, scale, sinks_H)
+        held_in = (keys_BNSD, values_BNSD, mask_BS, scale, sinks_H)
+        return one_query.attend(turned_BHD, *held_in, invariant=invariant)
     out_BHV = q_BHD.new_empty(B, H, DV)
     launch(
         rope_attention_kernel, (B * N,),
