@@ -270,10 +270,12 @@ def of_few_in_values(
     streams = few_streams(ids_TK.numel() / experts, layer)
     stream = Stream(MW=4, MT=2, NT=2) if streams is None else streams.up
     units, wanted = min(ids_TK.numel(), layer.sizes[0]), WARPS_WANTED * processors(x_TD)
+    # With as many of uint4 registers would spill.
+    alone = Stream(ahead=4 if _codes(layer).weight.element == "uint4" else AHEAD_ALONE)
 
     def of(rows: int) -> Stream:
         many = units * math.ceil(rows / stream.rows) * stream.warps >= wanted
-        return replace(stream if many else Stream(ahead=AHEAD_ALONE), in_values=True)
+        return replace(stream if many else alone, in_values=True)
 
     return Streams(up=of(_rows13(layer)), down=of(layer.sizes[1]))
 

@@ -69,6 +69,7 @@ from tests.kernels.cubins import nans_of_zeros, usage
 from tests.kernels.offline_adapters import calls_with_adapters
 from tests.kernels.offline_codes import PATHS, calls_by_row, calls_decoded, quantized_layer
 from tests.kernels.offline_floats import layer_call
+from tests.kernels.offline_invariant import calls_invariant
 from tests.kernels.offline_latents import calls_over_latents
 from tests.kernels.offline_linears import calls_of_linears
 from tests.kernels.offline_ranks import experts_in_batches, in_batches, over_ranks, pushed, summed
@@ -322,6 +323,7 @@ PARTS: dict[str, Callable[[int], Iterator[tuple[str, Callable[[], Any]]]]] = {
     "quantized_linears": calls_of_linears,
     "ranks": calls_over_ranks,
     "training": calls_of_training,
+    "invariant": calls_invariant,
     "adapters": calls_with_adapters,
     "more_codes": lambda capability: calls_of_codes(capability, FORMATS[3:11]),
     "other_codes": lambda capability: calls_of_codes(capability, FORMATS[11:]),
