@@ -23,6 +23,7 @@ from moe_ops.bench import (
     formats,
     grid,
     halves,
+    invariant,
     layer,
     loading,
     options,
@@ -231,10 +232,6 @@ def measure_adapters(args: argparse.Namespace) -> Figures:
     return {"adapters": [asdict(one) for one in found]}
 
 
-def measure_beside(args: argparse.Namespace) -> Figures:
-    return beside.measure_beside(args)
-
-
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "both": (measure_both, "overhead, then layer"),
     "overhead": (measure_overhead, "what calling an op costs beyond its backend"),
@@ -242,7 +239,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
     "train": (measure_train, "experts forward and backward, beside others' experts"),
     "tiles": (measure_tiles, "tiles of the expert kernels on a GPU, from those of the tables on"),
     "adapters": (measure_adapters, "experts with adapters, beside the same experts without"),
-    "beside": (measure_beside, "shared experts on a second stream, and in order"),
+    "beside": (beside.measure_beside, "shared experts on a second stream, and in order"),
     "op": (measure_op, "the stages of a layer alone, on each of their backends"),
     "step": (measure_step, "a token of each sequence through layers of a model, by launches"),
     "counters": (measure_counters, "what limits each kernel on a GPU, by Nsight Compute"),
@@ -257,6 +254,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
         measure_halves,
         "a block over the ranks of torchrun, in one batch and in two halves",
     ),
+    "invariant": (invariant.measure_invariant, "experts in invariant calls, and in others"),
     "loading": (measure_loading, "checkpoints into layers, against safetensors alone"),
 }
 
@@ -328,6 +326,8 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         options.add_ep(of)
     if name == "halves":
         options.add_halves(of)
+    if name == "invariant":
+        invariant.add(of)
     if name == "loading":
         of.add_argument("--codings", nargs="+", choices=sorted(loading.CODINGS))
         of.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint")

@@ -1,0 +1,190 @@
+"""What batch invariance costs: the experts of a layer in an invariant call, and in another.
+
+Both take turns on the same weights and sets of tokens, from CUDA graphs on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_ops.bench import formats, progress
+from moe_ops.bench.inputs import Weights, make_routed, make_weights
+from moe_ops.bench.tables import aligned
+from moe_ops.bench.timing import Run, Timing, capture, rounds_for, time_replays
+from moe_ops.ops import experts
+from moe_ops.quant.arguments import named_format
+from moe_ops.quant.config import QuantConfig
+from moe_ops.registry.invariance import invariant
+from moe_ops.testing import LAYERS, TOL, Case, assert_close
+
+SEED, PLAIN, TURNS = 0, "bfloat16", 3
+SETS, FEW_SETS, MANY_TOKENS = 8, 2, 1024  # of tokens, whose experts differ
+FORMATS = (
+    PLAIN, "int4:1x128:bfloat16", "uint4:1x128:bfloat16", "mxfp4", "nvfp4", "int8:row",
+    "float8_e4m3fn:row", "mxfp4+mxfp8", "int4:1x128:bfloat16+float8_e4m3fn:row", "nvfp4+nvfp4",
+    "int8:row+int8:row", "float8_e4m3fn:row+float8_e4m3fn:row",
+    "float8_e4m3fn:128x128+float8_e4m3fn:1x128", "mxfp8+mxfp8", "q4_k",
+)  # fmt: skip
+TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Median microseconds of a layer's experts in calls that are not invariant, and that are; the
+    backends that were picked."""
+
+    layer: str
+    format: str  # WEIGHTS, WEIGHTS+INPUTS, or bfloat16
+    tokens: int
+    us: float
+    invariant_us: float
+    backends: tuple[str, str]
+
+    @property
+    def ratio(self) -> float:
+        return self.invariant_us / self.us
+
+
+def measure(
+    cases: Sequence[Case], names: Sequence[str], tokens: Sequence[int], device: torch.device
+) -> Iterator[Cost]:
+    """Cell by cell; formats that do not fit a layer are left out, with a word."""
+    for case in cases:
+        for name in names:
+            try:
+                quant = quant_of(name)
+                if quant is not None:
+                    formats.check_layer(quant, case)
+            except ValueError as error:
+                print(f"{name} is not measured: {error}")
+                continue
+            g = torch.Generator(device).manual_seed(SEED)
+            weights = make_weights(case, torch.bfloat16, g, quant)
+            for T in tokens:
+                progress.tell(f"{case.name} {name} {T} tokens")
+                yield _cost(case, name, T, weights, g)
+            progress.done()
+
+
+def quant_of(name: str) -> QuantConfig | None:
+    """The formats in the text WEIGHTS or WEIGHTS+INPUTS; None for bfloat16."""
+    if name == PLAIN:
+        return None
+    weights, _, inputs = name.partition("+")
+    return QuantConfig(
+        weights=named_format("weights", weights).name,
+        inputs=named_format("inputs", inputs).name if inputs else "",
+    )
+
+
+def _cost(case: Case, name: str, T: int, weights: Weights, g: torch.Generator) -> Cost:
+    """The cell, once both results are as close to each other as an op's has to be."""
+    with torch.inference_mode():
+        sized = replace(case, T=T)
+        sets = FEW_SETS if T > MANY_TOKENS else SETS
+        calls: list[Call] = []
+        for _ in range(sets):
+            routed = make_routed(sized, T, "uniform", torch.bfloat16, g)
+            tensors = (routed.x_TD, routed.weights_TK, routed.ids_TK)
+            args = (*tensors, weights.w13_EFD, weights.w2_EDI)
+            calls.append(partial(experts, *args, **weights.keywords))
+        found = [_captured(calls, g.device, wanted) for wanted in (False, True)]
+        # Codes of h that lie between two round to either.
+        kind = torch.float8_e4m3fn if weights.keywords.get("x_format") else torch.bfloat16
+        assert_close(found[1].result, found[0].result.float(), TOL["experts", kind], name)
+        times = _in_turns([f.run for f in found], len(calls), found[0].rounds, g.device)
+    return Cost(
+        layer=case.name, format=name, tokens=T, us=times[0], invariant_us=times[1],
+        backends=(found[0].backend, found[1].backend),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """What runs all calls some rounds, the last result, and the backend that was picked."""
+
+    run: Run
+    rounds: int
+    result: Tensor
+    backend: str
+
+
+def _captured(calls: Sequence[Any], device: torch.device, wanted: bool) -> Captured:
+    with invariant(wanted):
+        one = calls[0]
+        backend = experts.pick(experts.call(*one.args, **one.keywords)).name
+        for call in calls:
+            result = call()
+        if device.type != "cuda":
+            return Captured(
+                run=partial(_all, calls, wanted), rounds=1, result=result, backend=backend
+            )
+        alone, _ = capture(calls, 1)
+        us = time_replays(alone, len(calls), device).us
+        rounds = rounds_for(len(calls), us)
+        run, results = capture(calls, rounds)
+        run()
+    return Captured(run=run, rounds=rounds, result=results[-1], backend=backend)
+
+
+def _all(calls: Sequence[Call], wanted: bool) -> None:
+    with invariant(wanted):
+        for call in calls:
+            call()
+
+
+def _in_turns(runs: Sequence[Run], calls: int, rounds: int, device: torch.device) -> list[float]:
+    """Microseconds of a call of each, the median of some turns."""
+    spans: list[list[Timing]] = [[] for _ in runs]
+    for _ in range(TURNS):
+        for run, found in zip(runs, spans, strict=True):
+            found.append(time_replays(run, calls * rounds, device))
+    return [sorted(t.us for t in found)[TURNS // 2] for found in spans]
+
+
+def table(found: Sequence[Cost]) -> str:
+    """The cells, then the geometric mean and the largest ratio of each format."""
+    rows = [("layer", "format", "tokens", "µs", "invariant", "ratio", "by")]
+    rows += [
+        (
+            c.layer, c.format, str(c.tokens), f"{c.us:.1f}", f"{c.invariant_us:.1f}",
+            f"{c.ratio:.2f}", " -> ".join(dict.fromkeys(c.backends)),
+        )
+        for c in found
+    ]  # fmt: skip
+    means = [("format", "cells", "mean ratio", "largest", "of")]
+    for name in dict.fromkeys(c.format for c in found):
+        of = [c for c in found if c.format == name]
+        mean = math.exp(sum(math.log(c.ratio) for c in of) / len(of))
+        worst = max(of, key=lambda c: c.ratio)
+        where = f"{worst.layer} {worst.tokens}"
+        means.append((name, str(len(of)), f"{mean:.3f}", f"{worst.ratio:.2f}", where))
+    return f"{aligned(rows)}\n\n{aligned(means)}"
+
+
+def add(options: argparse.ArgumentParser) -> None:
+    """Add the options of `bench invariant`."""
+    options.add_argument("--layer", nargs="+", choices=sorted(LAYERS), default=[*LAYERS])
+    options.add_argument(
+        "--formats", nargs="+", default=[*FORMATS], help="WEIGHTS or WEIGHTS+INPUTS"
+    )
+    options.add_argument("--tokens", nargs="+", type=int, default=[*TOKENS])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    options.add_argument("--device", default=default, choices=("cuda", "cpu"))
+
+
+def measure_invariant(args: argparse.Namespace) -> dict[str, Any]:
+    cases = [LAYERS[name] for name in args.layer]
+    found = [*measure(cases, args.formats, args.tokens, torch.device(args.device))]
+    if found:
+        print(table(found))
+    return {"invariant": [asdict(c) | {"ratio": c.ratio} for c in found]}
