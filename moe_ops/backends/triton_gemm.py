@@ -11,6 +11,7 @@ from moe_ops.backends.strides import contiguous, with_rows
 from moe_ops.backends.triton_arithmetic import of_products
 from moe_ops.backends.triton_device import (
     FLOATS,
+    HALF,
     LEAST_CAPABILITY,
     LEAST_FLOAT8,
     either,
@@ -18,10 +19,12 @@ from moe_ops.backends.triton_device import (
 )
 from moe_ops.backends.triton_hopper import refuse_gemm
 from moe_ops.checks.shapes import DTYPES
+from moe_ops.decode_ops.linears import MOST_ROWS
 from moe_ops.kernels.triton import in_words
 from moe_ops.ops.expert_gemm import ExpertGemmCall, expert_gemm
 from moe_ops.quant.formats import Format
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import INVARIANT
 
 
 def supports_gemm(call: ExpertGemmCall) -> str | None:
@@ -103,8 +106,20 @@ def grouped_gemm(call: ExpertGemmCall) -> Tensor:
         w_EFD = w_EFD.transpose(1, 2)
     ends_E, bias_EF = c.ends_E.contiguous(), with_rows(c.bias_EF)
     x_RD = with_rows(x_RD)
+    if INVARIANT.get() and is_linear(x_RD, w_EFD):
+        from moe_ops.kernels.triton.decode import linears
+
+        bias_F = None if bias_EF is None else bias_EF[0]
+        return linears.run(x_RD, [w_EFD[0]], [bias_F], invariant=True)[0]
     wgmma = refuse_gemm(x_RD, w_EFD) is None
     return grouped.grouped_rows(x_RD, ends_E, w_EFD, bias_EF, wgmma=wgmma)
+
+
+def is_linear(x_RD: Tensor, w_EFD: Tensor) -> bool:
+    """Whether the product is that of one expert with few rows, which the kernels for linear layers
+    compute in the same order, by more programs."""
+    few = 0 < x_RD.shape[0] <= MOST_ROWS and w_EFD.shape[0] == 1
+    return few and x_RD.dtype in HALF and w_EFD.is_contiguous()
 
 
 def values_of(

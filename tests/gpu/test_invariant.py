@@ -10,16 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import moe_ops
 from moe_ops.backends import triton_arithmetic, triton_paths
 from moe_ops.backends.triton import run_experts
 from moe_ops.decode_ops import linears, normed_linears, quantized_linears
 from moe_ops.kernels.triton.decode import one_query
-from moe_ops.ops import experts, route
+from moe_ops.ops import expert_gemm, experts, route
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.registry.invariance import Refused, invariant
 from moe_ops.testing import BF16, F16, F32, Case, make_layer
 from tests.decode_ops import test_quantized_linears as of_the_op
+from tests.hf import families
 from tests.independent_rows import PAIRS, call_of
+from tests.layer.shards import randomize
 from tests.random_batches import batches, bits
 
 pytestmark = pytest.mark.gpu
@@ -193,3 +196,55 @@ def test_a_path_runs_more_rows_than_are_best_for_it() -> None:
         assert triton_paths.pick("rows", call).path.name == "rows/stream"
         want = run_experts("grouped", call)
         assert torch.equal(bits(run_experts("rows", call)), bits(want))
+
+
+@pytest.mark.parametrize("E", [1, 4])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_products_of_sorted_rows(E: int, dtype: torch.dtype) -> None:
+    """Those of one expert are linear layers, which few rows have kernels of their own for."""
+    make = partial(torch.randn, device="cuda", dtype=dtype)
+    x_RD, w_EFD, bias_EF = make(400, 2048), make(E, 1040, 2048), make(E, 1040)
+
+    def product(x_RD: Tensor) -> Tensor:
+        ends_E = torch.full((E,), len(x_RD), device="cuda", dtype=torch.int32)
+        return expert_gemm(x_RD, w_EFD, ends_E, bias_EF)
+
+    with invariant():
+        want = product(x_RD)
+        for rows in (1, 2, 17, 64, 65, 130, 399):
+            got = product(x_RD[400 - rows :].clone())
+            assert torch.equal(bits(got), bits(want[400 - rows :])), rows
+
+
+@pytest.mark.parametrize("quant", [None, "int4_w4a16", "fp8_w8a8"], ids=str)
+def test_layers_compiled_and_in_eager_code(quant: str | None) -> None:
+    with torch.no_grad():
+        layer = moe_ops.MoELayer(
+            16, 4, 512, 256, internal_gate=True, quant=quant, dtype=BF16, batch_invariant=True
+        )
+        layer = randomize(layer).cuda()
+    x_TD = torch.randn(300, 512, device="cuda", dtype=BF16)
+    with torch.inference_mode():
+        want = layer(x_TD[:1].clone())
+        for run_layer in (layer, moe_ops.compile(layer, batch_invariant=True)):
+            for rows in (1, 2, 40, 300):
+                got = run_layer(x_TD[:rows].clone())[:1]
+                assert torch.equal(bits(got), bits(want)), rows
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_tokens_and_logits_of_a_prompt(family: str) -> None:
+    """Alone, and beside prompts that are as long."""
+    model = families.build(family).model.to("cuda", BF16)
+    twin = moe_ops.compile(model, batch_invariant=True)
+    ids_BT = torch.randint(16, 90, (9, 12), device="cuda")
+    asked = {
+        "max_new_tokens": 24, "pad_token_id": 0, "eos_token_id": None, "do_sample": False,
+        "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    want = twin.generate(ids_BT[:1], **asked)
+    for rows in (2, 9):
+        got = twin.generate(ids_BT[:rows], **asked)
+        assert torch.equal(got.sequences[:1], want.sequences)
+        for step, of_one in zip(got.logits, want.logits, strict=True):
+            assert torch.equal(bits(step[:1]), bits(of_one))
