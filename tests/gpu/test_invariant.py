@@ -216,7 +216,7 @@ def test_products_of_sorted_rows(E: int, dtype: torch.dtype) -> None:
             assert torch.equal(bits(got), bits(want[400 - rows :])), rows
 
 
-@pytest.mark.parametrize("quant", [None, "int4_w4a16", "fp8_w8a8"], ids=str)
+@pytest.mark.parametrize("quant", [None, "int4:1x128", "int8:row"], ids=str)
 def test_layers_compiled_and_in_eager_code(quant: str | None) -> None:
     with torch.no_grad():
         layer = moe_ops.MoELayer(
