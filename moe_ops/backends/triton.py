@@ -25,7 +25,7 @@ from moe_ops.backends import reads
 from moe_ops.backends import triton_paths as paths
 from moe_ops.backends.strides import contiguous, in_words, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
-from moe_ops.backends.triton_arithmetic import of_backend, placed, refuse_dynamic
+from moe_ops.backends.triton_arithmetic import placed, refuse_dynamic
 from moe_ops.backends.triton_device import refuse_device
 from moe_ops.backends.triton_hopper import refuse_many
 from moe_ops.backends.triton_inputs import with_one_scale
@@ -181,9 +181,9 @@ def _launch_experts(*given: Any) -> Tensor:
         path = taken.path
     routed = (named[n] for n in ("x_TD", "weights_TK", "ids_TK"))
     layer = layer_of(named, transposed, act, formats)
-    if tiles is None and path.tiles:
-        of = (invariant and path.tiles_apart) or path.tiles
-        tiles = path.function(of)(call.x_TD, call.ids_TK, layer, call.expert_map)
+    tiles_of = path.tiles_of(invariant=invariant)
+    if tiles is None and tiles_of is not None:
+        tiles = tiles_of(call.x_TD, call.ids_TK, layer, call.expert_map)
     rest = (named["expert_map"], named["residual_TD"], tiles, adapters)
     options = {**path.options(call), "invariant": invariant}
     out_TD: Tensor = path.function(path.run)(*routed, layer, *rest, **options)
@@ -259,7 +259,7 @@ def _register(
 ) -> None:
     """A backend of experts, alone and onto a residual."""
     given: dict[str, Any] = {"devices": ("cuda",), "priority": priority}
-    computes = functools.partial(of_backend, kernel)
+    computes = functools.partial(paths.arithmetic_of_backend, kernel)
     of_tokens = {**given, "reads": (*read, *reads.CODES), "supports": supports, "rows": rows}
 
     def run(call: ExpertsCall) -> Tensor:
@@ -320,7 +320,7 @@ def _of_path(path: paths.Path) -> Arithmetic:
 
     def named(call: ExpertsCall) -> str:
         why = refuse_dynamic(call)
-        return path.arithmetic(call) if why is None else Refused(why)
+        return path.computes(call) if why is None else Refused(why)
 
     return named
 

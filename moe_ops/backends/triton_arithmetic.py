@@ -30,20 +30,16 @@ layers are computed by one path, whatever the number of rows.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton_hopper import refuse_many, refuse_registers, scaled
+from moe_ops.backends.triton_hopper import scaled
 from moe_ops.backends.triton_support import inputs_of, weight_of
 from moe_ops.kernels.triton import brings_decoder, in_words
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.registry.backend import is_aligned
-from moe_ops.registry.invariance import Refused
-
-if TYPE_CHECKING:
-    from moe_ops.backends.triton_paths import Path
+from moe_ops.registry.invariance import Arithmetic, Refused
 
 FLOAT32 = "float32, columns in order"
 IN_ORDER = "16 bits, columns in order"
@@ -86,7 +82,7 @@ def placed(x_TD: Tensor) -> Tensor:
 
 
 def of_one_sum(call: ExpertsCall) -> str:
-    """Of tiny and tiny/stream."""
+    """Why a row in one sum of all experts depends on the others."""
     return Refused("adds up the experts of all tokens of a call in one sum")
 
 
@@ -102,7 +98,7 @@ def of_rows(call: ExpertsCall) -> str:
     if weight is None:
         return IN_ORDER
     if weight.inputs_8:
-        return _of_eight_bits(call) + (APART if _adds_biases(call) else "")
+        return of_eight_bits(call) + (APART if _adds_biases(call) else "")
     apart = _scaled_apart(call)
     if in_words(weight):
         return IN_WORDS + apart
@@ -112,8 +108,11 @@ def of_rows(call: ExpertsCall) -> str:
 
 
 def of_eight_bits(call: ExpertsCall) -> str:
-    """Of grouped/row_scales and grouped/blocks."""
-    return _of_eight_bits(call)
+    """How codes of 8 bits are added, by what has a scale."""
+    if scaled(call) == "group":
+        return FLOAT8_STEPS
+    weight = weight_of(call)
+    return INT8 if weight is not None and weight.element == "int8" else FLOAT8
 
 
 def of_float8_tokens(call: ExpertsCall) -> str:
@@ -125,20 +124,13 @@ def of_registers(call: ExpertsCall) -> str:
 
 
 def of_floats(call: ExpertsCall) -> str:
-    """Of grouped/wgmma and grouped/plain."""
+    """How products of floats are added, of a layer's dtype."""
     return of_products(call.dtype)
 
 
 def of_products(dtype: torch.dtype) -> str:
-    """Of the products of many rows in this dtype."""
+    """How the grouped products of this dtype are added."""
     return FLOAT32 if dtype == torch.float32 else IN_ORDER
-
-
-def _of_eight_bits(call: ExpertsCall) -> str:
-    if scaled(call) == "group":
-        return FLOAT8_STEPS
-    weight = weight_of(call)
-    return INT8 if weight is not None and weight.element == "int8" else FLOAT8
 
 
 def _adds_biases(call: ExpertsCall) -> bool:
@@ -153,51 +145,10 @@ def _scaled_apart(call: ExpertsCall) -> str:
     return APART if biases and call.global_scale13_E is not None else ""
 
 
-def of_layer(call: ExpertsCall) -> str:
-    """The arithmetic by which a layer is computed, whatever the number of rows: that of the first
-    path for many that does not refuse it. Codes that this would decode first are those of few rows,
-    whose paths run any number."""
-    from moe_ops.backends.triton_paths import paths_of
-
-    why = refuse_dynamic(call)
-    if why is not None:
-        return Refused(why)
-    call = in_place(call)
-    if not _is_grouped(call):
-        return of_rows(call)
-    for path in paths_of("grouped"):
-        name = path.arithmetic(call)
-        if path.refusal(call) is None and not isinstance(name, Refused):
-            return name
-    return Refused("no path for any number of rows runs it")
-
-
-def _is_grouped(call: ExpertsCall) -> bool:
-    """Whether the arithmetic is that of triton.grouped."""
-    if not call.w_format:
-        return True
-    if call.x_format and refuse_many(call) is not None:
-        return False
-    return weight_of(call).inputs_8 or refuse_registers(call) is None
-
-
-def of_backend(kernel: str, call: ExpertsCall) -> str:
-    """The arithmetic of a backend, named without "triton.": that of the layer, if any of its paths
-    computes so."""
-    name = of_layer(call)
-    if isinstance(name, Refused) or paths_by(name, kernel, call):
-        return name
-    from moe_ops.backends.triton_paths import paths_of
-
-    said = (path.arithmetic(call) for path in paths_of(kernel))
-    refused = next((one for one in said if isinstance(one, Refused)), None)
-    return refused or Refused(f"computes rows otherwise than for any number of them ({name})")
-
-
-def paths_by(name: str, kernel: str, call: ExpertsCall) -> list[Path]:
-    """The paths of a backend that run a call by this arithmetic, of any number of rows or few."""
-    from moe_ops.backends.triton_paths import paths_of
-
-    call = in_place(call)
-    found = (path for path in paths_of(kernel) if path.arithmetic(call) == name)
-    return [path for path in found if path.refusal(call) is None or path.runs_one_product(call)]
+# By the name of a path.
+ARITHMETIC: dict[str, Arithmetic] = {
+    "tiny/stream": of_one_sum, "tiny": of_one_sum, "rows/stream": of_stream, "rows": of_rows,
+    "grouped/row_scales": of_eight_bits, "grouped/blocks": of_eight_bits,
+    "grouped/float8": of_float8_tokens, "grouped/registers": of_registers,
+    "grouped/wgmma": of_floats, "grouped/plain": of_floats,
+}  # fmt: skip

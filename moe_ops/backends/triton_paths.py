@@ -23,6 +23,7 @@ from moe_ops.backends.triton_hopper import (
     refuse_blocks,
     refuse_decoded,
     refuse_float8,
+    refuse_many,
     refuse_registers,
     refuse_row_scales,
     refuse_stream,
@@ -33,12 +34,14 @@ from moe_ops.backends.triton_limits import least_of_float8
 from moe_ops.backends.triton_support import weight_of
 from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
-from moe_ops.registry.invariance import INVARIANT, Arithmetic, Refused
+from moe_ops.registry.invariance import INVARIANT, Refused
 
 log = logging.getLogger("moe_ops")
 WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/float8", "grouped/registers")
 NO_ADAPTERS = "adds no adapters"
 OTHER = "computes rows otherwise than the paths for any number of them"
+# Of invariant calls, of paths whose tiles are others then.
+TILES_APART = {"rows/stream": ":of_few_in_values", "rows": ":of_rows_in_values"}
 PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
 
 
@@ -55,16 +58,13 @@ class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
     of `products/` runs it, as "module:function"; what gives the tiles that this takes, if it takes
     any, ":function" of `triton_tiles.py`; its other options; the most tokens that it runs, None for
-    any number; whether it runs one product of a call that it refuses, of which the plain kernel
-    then runs the other; how it computes a row, as `triton_arithmetic.py` names it, and what gives
-    its tiles then, where these are others."""
+    any number; and whether it runs one product of a call that it refuses, of which the plain kernel
+    then runs the other."""
 
     name: str
     run: str
-    arithmetic: Arithmetic
     refusal: Callable[[ExpertsCall], str | None] = _takes_all
     tiles: str = ""
-    tiles_apart: str = ""
     options: Callable[[ExpertsCall], dict[str, Any]] = _no_options
     most: Callable[[ExpertsCall], int | None] = lambda call: None
     runs_one_product: Callable[[ExpertsCall], bool] = lambda call: False
@@ -87,6 +87,15 @@ class Path:
     def adapts(self) -> bool:
         """Whether its products add what adapters of their weights do."""
         return self.name not in WITHOUT_ADAPTERS
+
+    def computes(self, call: ExpertsCall) -> str:
+        """How it computes a row, as `triton_arithmetic.py` names it."""
+        return arithmetic.ARITHMETIC[self.name](call)
+
+    def tiles_of(self, *, invariant: bool) -> Callable[..., Any] | None:
+        """What gives the tiles that it takes, if it takes any; of an invariant call others may."""
+        of = TILES_APART.get(self.name, self.tiles) if invariant else self.tiles
+        return self.function(of) if of else None
 
     def refuses(self, call: ExpertsCall, *, adapted: bool = False) -> str | None:
         """The refusal of a call of so many tokens, or None."""
@@ -142,44 +151,30 @@ def _wgmma_of(call: ExpertsCall) -> dict[str, Any]:
 PATHS = (
     Path(
         name="tiny/stream", run="register_stream:run_one", refusal=refuse_stream,
-        tiles=":of_one", most=_one, arithmetic=arithmetic.of_one_sum,
+        tiles=":of_one", most=_one,
     ),
-    Path(
-        name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu,
-        arithmetic=arithmetic.of_one_sum,
-    ),
+    Path(name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu),
     Path(
         name="rows/stream", run="register_stream:run", refusal=refuse_stream,
-        tiles=":of_few", most=_most_streamed, arithmetic=arithmetic.of_stream,
-        tiles_apart=":of_few_in_values",
+        tiles=":of_few", most=_most_streamed,
     ),
-    Path(
-        name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu,
-        arithmetic=arithmetic.of_rows, tiles_apart=":of_rows_in_values",
-    ),
-    Path(
-        name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales,
-        arithmetic=arithmetic.of_eight_bits,
-    ),
-    Path(
-        name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks,
-        arithmetic=arithmetic.of_eight_bits,
-    ),
+    Path(name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu),
+    Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
+    Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(
         name="grouped/float8", run="grouped_float8_tokens:run", refusal=refuse_float8,
-        tiles=":of_float8", arithmetic=arithmetic.of_float8_tokens,
+        tiles=":of_float8",
     ),
     Path(
         name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers,
-        tiles=":of_registers", arithmetic=arithmetic.of_registers,
+        tiles=":of_registers",
     ),
     Path(
         name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of,
-        runs_one_product=_one_by_wgmma, arithmetic=arithmetic.of_floats,
+        runs_one_product=_one_by_wgmma,
     ),
     Path(
         name="grouped/plain", run="grouped:run", refusal=refuse_decoded, device=refuse_gpu,
-        arithmetic=arithmetic.of_floats,
     ),
 )  # fmt: skip
 BY_FORCED = {path.forced: path for path in PATHS}
@@ -231,15 +226,59 @@ def pick(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> Taken:
     raise NotImplementedError(f"no path of triton.{kernel} runs this call:\n{whys}")
 
 
+def arithmetic_of(call: ExpertsCall) -> str:
+    """The arithmetic by which a layer is computed, whatever the number of rows: that of the first
+    path for many that does not refuse it. Codes that this would decode first are those of few rows,
+    whose paths run any number."""
+    why = arithmetic.refuse_dynamic(call)
+    if why is not None:
+        return Refused(why)
+    call = arithmetic.in_place(call)
+    if not _is_grouped(call):
+        return arithmetic.of_rows(call)
+    for path in paths_of("grouped"):
+        name = path.computes(call)
+        if path.refusal(call) is None and not isinstance(name, Refused):
+            return name
+    return Refused("no path for any number of rows runs it")
+
+
+def _is_grouped(call: ExpertsCall) -> bool:
+    """Whether the arithmetic is that of triton.grouped."""
+    if not call.w_format:
+        return True
+    if call.x_format and refuse_many(call) is not None:
+        return False
+    return weight_of(call).inputs_8 or refuse_registers(call) is None
+
+
+def arithmetic_of_backend(kernel: str, call: ExpertsCall) -> str:
+    """The arithmetic of a backend, named without "triton.": that of the layer, if any of its paths
+    computes so."""
+    name = arithmetic_of(call)
+    if isinstance(name, Refused) or paths_by(name, kernel, call):
+        return name
+    said = (path.computes(call) for path in paths_of(kernel))
+    refused = next((one for one in said if isinstance(one, Refused)), None)
+    return refused or Refused(f"computes rows otherwise than for any number of them ({name})")
+
+
+def paths_by(name: str, kernel: str, call: ExpertsCall) -> list[Path]:
+    """The paths of a backend that run a call by this arithmetic, of any number of rows or few."""
+    call = arithmetic.in_place(call)
+    found = (path for path in paths_of(kernel) if path.computes(call) == name)
+    return [path for path in found if path.refusal(call) is None or path.runs_one_product(call)]
+
+
 def other_arithmetics(kernel: str, call: ExpertsCall) -> dict[str, str]:
     """Why paths of a backend do not compute rows of a call as it is to be, if it is invariant."""
     if not INVARIANT.get():
         return {}
-    wanted = arithmetic.of_layer(call)
+    wanted = arithmetic_of(call)
     return {
         path.name: f"is not batch invariant: {name}" if isinstance(name, Refused) else OTHER
         for path in paths_of(kernel)
-        if (name := path.arithmetic(call)) != wanted or isinstance(name, Refused)
+        if (name := path.computes(call)) != wanted or isinstance(name, Refused)
     }
 
 

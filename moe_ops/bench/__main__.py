@@ -270,18 +270,26 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+ADDED: dict[str, Callable[[argparse.ArgumentParser], None]] = {
+    "op": options.add_stages,
+    "train": options.add_train,
+    "adapters": options.add_adapters,
+    "tiles": options.add_tiles,
+    "beside": options.add_beside,
+    "accuracy": options.add_accuracy,
+    "task": options.add_task,
+    "ep": options.add_ep,
+    "halves": options.add_halves,
+    "invariant": invariant.add,
+}  # the options of commands
+
+
 def add_options(name: str, of: argparse.ArgumentParser) -> None:
     """Add the options of one command to its parser."""
     if name in ("both", "layer"):
         options.add_layer(of)
-    if name == "op":
-        options.add_stages(of)
-    if name == "train":
-        options.add_train(of)
-    if name == "adapters":
-        options.add_adapters(of)
-    if name == "tiles":
-        options.add_tiles(of)
+    if name in ADDED:
+        ADDED[name](of)
     if name == "step":
         of.add_argument("--layer", default="qwen3_30b", choices=sorted(step.ATTENTION))
         of.add_argument("--layers", type=options.number, help="of a step; 24 on a GPU, elsewhere 1")
@@ -291,8 +299,6 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument(
             "--linears", type=options.linear_format, default="", help="of layers of attention"
         )
-    if name == "beside":
-        options.add_beside(of)
     if name == "counters":
         of.add_argument("--layer", type=options.layer_names, default=["qwen3_30b"])
         of.add_argument("--tokens", type=options.numbers, default=[1, 64, 4096])
@@ -300,10 +306,6 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
     if name == "report":
         of.add_argument("file", help="the JSON file")
         of.add_argument("--plot", help="also draw to this PNG file")
-    if name == "accuracy":
-        options.add_accuracy(of)
-    if name == "task":
-        options.add_task(of)
     if name == "compile":
         of.add_argument(
             "--layers", type=options.numbers, default=[4, 12, 48], help="comma-separated"
@@ -322,12 +324,6 @@ def add_options(name: str, of: argparse.ArgumentParser) -> None:
         of.add_argument(
             "--seconds", type=float, default=20.0, help="about, for each number of tokens"
         )
-    if name == "ep":
-        options.add_ep(of)
-    if name == "halves":
-        options.add_halves(of)
-    if name == "invariant":
-        invariant.add(of)
     if name == "loading":
         of.add_argument("--codings", nargs="+", choices=sorted(loading.CODINGS))
         of.add_argument("--gib", type=float, default=1.5, help="size of the checkpoint")

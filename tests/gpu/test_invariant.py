@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import moe_ops
-from moe_ops.backends import triton_arithmetic, triton_paths
+from moe_ops.backends import triton_paths
 from moe_ops.backends.triton import run_experts
 from moe_ops.decode_ops import linears, normed_linears, quantized_linears
 from moe_ops.kernels.triton.decode import one_query
@@ -74,9 +74,9 @@ def test_paths_of_one_arithmetic_give_equal_bits(T: int, formats: tuple[str, str
     """Of long sums, by each path that a layer's rows may be computed by."""
     call = call_for(formats, replace(LONG, T=T))
     with invariant():
-        name = triton_arithmetic.of_layer(call)
+        name = triton_paths.arithmetic_of(call)
         assert not isinstance(name, Refused)
-        paths = [p for k in ("rows", "grouped") for p in triton_arithmetic.paths_by(name, k, call)]
+        paths = [p for k in ("rows", "grouped") for p in triton_paths.paths_by(name, k, call)]
         found = {
             path.name: run_experts(path.forced.removeprefix("triton."), call)
             for path in paths

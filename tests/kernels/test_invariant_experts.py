@@ -77,12 +77,12 @@ def test_one_arithmetic_for_any_number_of_rows(formats: tuple[str, str]) -> None
     """Whichever backend and path run a call, they compute rows as the layer's are."""
     for T in (1, 8, 64, 300, 4096):
         call = on_hopper(T, formats)
-        assert triton_arithmetic.of_layer(call) == ARITHMETIC[formats]
-        assert isinstance(triton_arithmetic.of_backend("tiny", call), Refused)
+        assert triton_paths.arithmetic_of(call) == ARITHMETIC[formats]
+        assert isinstance(triton_paths.arithmetic_of_backend("tiny", call), Refused)
         for kernel in ("rows", "grouped"):
-            if not isinstance(triton_arithmetic.of_backend(kernel, call), Refused):
+            if not isinstance(triton_paths.arithmetic_of_backend(kernel, call), Refused):
                 path = triton_paths.pick(kernel, call).path
-                assert path.arithmetic(call) == ARITHMETIC[formats]
+                assert path.computes(call) == ARITHMETIC[formats]
 
 
 @pytest.mark.usefixtures("hopper")
@@ -91,10 +91,10 @@ def test_tiles_multiply_scales_into_values(formats: tuple[str, str]) -> None:
     """A tile of few tokens would multiply scales into sums."""
     for T in (1, 8, 64, 300):
         call = on_hopper(T, formats)
-        for path in triton_arithmetic.paths_by(ARITHMETIC[formats], "rows", call):
+        for path in triton_paths.paths_by(ARITHMETIC[formats], "rows", call):
             named = dict(zip(TENSORS, tensors_of(call), strict=True))
             layer = layer_of(named, False, call.activation, formats_named(call))
-            tiles = path.function(path.tiles_apart)(call.x_TD, call.ids_TK, layer, None)
+            tiles = path.tiles_of(invariant=True)(call.x_TD, call.ids_TK, layer, None)
             for tile in (tiles.up, tiles.down):
                 if path.name == "rows/stream":
                     assert tile.in_values and tile.S == tile.C == 1
@@ -107,17 +107,17 @@ def test_tiles_multiply_scales_into_values(formats: tuple[str, str]) -> None:
 def test_one_scale_of_all_tokens_has_to_be_static(given: tuple[str, ...]) -> None:
     call = on_hopper(4, ("int8:row", "int8:row"))
     call = replace(call, x_format="int8:tensor", **{n: torch.ones(1, device="meta") for n in given})
-    assert isinstance(triton_arithmetic.of_layer(call), Refused) == (len(given) < 2)
+    assert isinstance(triton_paths.arithmetic_of(call), Refused) == (len(given) < 2)
 
 
 @pytest.mark.usefixtures("hopper")
 def test_biases_behind_scales_have_one_path() -> None:
     """The compiler may round a sum and its bias once in one kernel, and twice in another."""
     call = on_hopper(4, ("int8:row", "int8:row"))
-    assert not isinstance(triton_arithmetic.of_backend("rows", call), Refused)
+    assert not isinstance(triton_paths.arithmetic_of_backend("rows", call), Refused)
     call = replace(call, b13_EF=torch.empty(call.w13_EFD.shape[:2], device="meta"))
-    assert isinstance(triton_arithmetic.of_backend("rows", call), Refused)
-    assert triton_arithmetic.of_backend("grouped", call) == "int32"
+    assert isinstance(triton_paths.arithmetic_of_backend("rows", call), Refused)
+    assert triton_paths.arithmetic_of_backend("grouped", call) == "int32"
 
 
 def test_where_tokens_lie_does_not_matter() -> None:
