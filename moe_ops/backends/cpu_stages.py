@@ -1,5 +1,6 @@
 """The backend "cpu" of the stages that are no products: the kernels of libmoe_ops, where it was
-loaded before this package was imported. Elsewhere PyTorch runs them.
+loaded before this package was imported. Elsewhere PyTorch runs them, but for the sum of a token's
+rows in invariant calls, which is to have the bits of the one that `experts` makes.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from torch import Tensor
 
 from moe_ops.backends import reads
 from moe_ops.backends.strides import contiguous, with_rows
+from moe_ops.kernels import cpu as kernels
 from moe_ops.kernels.cpu import loaded, stages
 from moe_ops.ops.activate import ActivateCall, activate, options_of
 from moe_ops.ops.combine import CombineCall, combine
 from moe_ops.ops.dispatch import DispatchCall, dispatch
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import INVARIANT
 
 
 def _refuse(*tensors: Tensor) -> str | None:
@@ -42,9 +45,19 @@ def run_activate(call: ActivateCall) -> Tensor:
 
 
 def supports_combine(call: CombineCall) -> str | None:
-    return _refuse(call.y_RD, call.weights_TK)
+    if loaded.library() is None and not INVARIANT.get():
+        return "sums where libmoe_ops is loaded, and in calls that are batch invariant"
+    return _refuse(call.y_RD, call.weights_TK) or kernels.unavailable()
 
 
+def as_in_experts(call: CombineCall) -> str:
+    """The arithmetic of the sum that the kernels of `experts` make."""
+    return "each product and sum at once, rounded to float32, in the order of choices"
+
+
+@combine.backend(
+    "cpu", supports=supports_combine, devices=("cpu",), priority=1, arithmetic=as_in_experts
+)
 def run_combine(call: CombineCall) -> Tensor:
     """`combine` that reads each row once."""
     y_RD, weights_TK = with_rows(call.y_RD), call.weights_TK
@@ -60,4 +73,3 @@ if loaded.library() is not None:
     activate.backend(
         "cpu", reads=reads.ACTIVATION, supports=supports_activate, devices=("cpu",), priority=1
     )(run_activate)
-    combine.backend("cpu", supports=supports_combine, devices=("cpu",), priority=1)(run_combine)

@@ -98,7 +98,7 @@ def _units(codes: Sequence[tuple[str, str]]) -> list[_Unit]:
     macros = {"MOE_VARIANTS": " ".join(variants), "MOE_BUILT_FROM": f'"{loaded.built_from()}"'}
     text, hidden = (HERE / "library.cpp").read_text(), ("-fvisibility=hidden",)
     ops = _Unit(name="library", text=text, flags=hidden, macros=macros)
-    plain = loaded.text_of((*cpu.SOURCES, "stages.cpp"))
+    plain = loaded.text_of(cpu.SOURCES)
     return [*of_codes, ops, _Unit(name="plain", text=plain, flags=cpu.FLAGS)]
 
 

@@ -16,6 +16,8 @@ from moe_ops.checks.shapes import (
     check_tensor,
     wide_dtype,
 )
+from moe_ops.registry.formulas import Formula, Gradients
+from moe_ops.registry.invariance import INVARIANT
 from moe_ops.registry.spec import op
 from moe_ops.registry.watched import readable
 
@@ -51,7 +53,12 @@ def check(call: CombineCall) -> None:
     check_devices(y_RD, weights_TK=weights_TK, rows_R=rows_R)
 
 
-@op(check=check)
+def arithmetic(call: CombineCall) -> str:
+    """That of the definition: a sum over an axis that is as long for any number of tokens."""
+    return "products as dtypes promote, summed in float32 in the order of choices"
+
+
+@op(check=check, arithmetic=arithmetic)
 def combine(call: CombineCall) -> Tensor:
     """Sum each token's expert outputs: out_TD[t] = sum_k weights_TK[t, k] * y_RD[r(t, k)].
 
@@ -82,4 +89,34 @@ def combine(call: CombineCall) -> Tensor:
     return (y_TKD * weights_TK1).sum(1, dtype=wide_dtype(y_RD)).to(y_RD.dtype)
 
 
+def _backward(
+    call: CombineCall,
+    saved: list[Tensor],
+    grads: tuple[Tensor | None, ...],
+    wanted: frozenset[str],
+) -> Gradients:
+    """The gradients of the definition, whatever made the sum."""
+    (grad_TD,) = grads
+    if grad_TD is None:
+        return {}
+    y_RD, weights_TK = call.y_RD, call.weights_TK
+    twice = torch.is_grad_enabled()  # the gradient of the gradient is wanted, too
+    with torch.enable_grad():
+        if not twice:
+            y_RD, weights_TK = y_RD.detach(), weights_TK.detach()
+        of = {"y_RD": y_RD, "weights_TK": weights_TK}
+        of = {name: t if twice else t.requires_grad_() for name, t in of.items() if name in wanted}
+        out_TD = combine.body(CombineCall(y_RD, weights_TK, call.rows_R))
+        found = torch.autograd.grad(out_TD, [*of.values()], grad_TD, create_graph=twice)
+    return dict(zip(of, found, strict=True))
+
+
+# A backend without gradients makes the sum of invariant calls, in training as elsewhere.
+combine.differentiated(
+    Formula(
+        takes=lambda call: INVARIANT.get(),
+        forward=lambda call: (combine.part(call),),
+        backward=_backward,
+    )
+)
 combine.fake(fake_impls.combine)

@@ -1,4 +1,4 @@
-"""The stages of a layer that are no products, by the kernels of libmoe_ops where it is loaded."""
+"""The stages of a layer that are no products, by kernels that are built with those of experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from ctypes import c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from moe_ops.kernels.cpu import KINDS, ActivationFields, loaded, pointer
+from moe_ops.kernels import cpu as kernels
+from moe_ops.kernels.cpu import KINDS, ActivationFields, pointer
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -45,8 +46,7 @@ _SIGNATURES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = loaded.library()
-    assert library is not None, "these are asked for where libmoe_ops is loaded"
+    library = kernels.library()
     for name, signature in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = signature, None
