@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
+from moe_ops.ops.combine_tokens import arithmetic as of_combine
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, dispatch_tokens
 from moe_ops.ops.experts_over_ranks import (
     ExpertsOverRanksCall,
@@ -19,13 +20,14 @@ from moe_ops.ops.experts_over_ranks import (
     over_ranks,
     traffic,
 )
-from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
+from moe_ops.ops.sum_ranks import IN_ORDER, SumRanksCall, in_order, sum_ranks
 from moe_ops.ranks import peers
 from moe_ops.ranks.groups import Group, all_reduce
 from moe_ops.ranks.links import LINKS, widened
 from moe_ops.ranks.transport import AUTO, EXCHANGE, GATHER
 from moe_ops.registry.backend import Rows
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import Refused, by_parts
 
 
 def refusal(name: str, asked: str, first: Tensor) -> str | None:
@@ -57,16 +59,36 @@ def _of_experts(name: str) -> Callable[[ExpertsOverRanksCall], str | None]:
     return lambda call: refusal(name, call.ranks.collective, call.layer.x_TD)
 
 
-@dispatch_tokens.backend(GATHER, reads=dispatch_tokens.optional, supports=_of_dispatch(GATHER))
-@dispatch_tokens.backend(EXCHANGE, reads=dispatch_tokens.optional, supports=_of_dispatch(EXCHANGE))
+@dispatch_tokens.backend(
+    GATHER,
+    reads=dispatch_tokens.optional,
+    supports=_of_dispatch(GATHER),
+    arithmetic=by_parts,
+)
+@dispatch_tokens.backend(
+    EXCHANGE,
+    reads=dispatch_tokens.optional,
+    supports=_of_dispatch(EXCHANGE),
+    arithmetic=by_parts,
+)
 def send(call: DispatchTokensCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`dispatch_tokens` as it is defined, as one op."""
     sent: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor] = dispatch_tokens.body(call)
     return sent
 
 
-@combine_tokens.backend(GATHER, reads=combine_tokens.optional, supports=_of_combine(GATHER))
-@combine_tokens.backend(EXCHANGE, reads=combine_tokens.optional, supports=_of_combine(EXCHANGE))
+@combine_tokens.backend(
+    GATHER,
+    reads=combine_tokens.optional,
+    supports=_of_combine(GATHER),
+    arithmetic=of_combine,
+)
+@combine_tokens.backend(
+    EXCHANGE,
+    reads=combine_tokens.optional,
+    supports=_of_combine(EXCHANGE),
+    arithmetic=of_combine,
+)
 def bring_back(call: CombineTokensCall) -> Tensor:
     """`combine_tokens` as it is defined, as one op."""
     summed: Tensor = combine_tokens.body(call)
@@ -77,7 +99,20 @@ def _not_reduced(call: SumRanksCall) -> str | None:
     return "has no gradients, and one is asked for" if needs_grad(call.part_TD) else None
 
 
-@sum_ranks.backend("all_reduce", reads=sum_ranks.optional, supports=_not_reduced, devices=("cuda",))
+def _of_reduced(call: SumRanksCall) -> str:
+    """The arithmetic of an all-reduce: of two ranks there is one order."""
+    if Group.of(call.group).size <= 2:
+        return IN_ORDER
+    return Refused("an all-reduce adds in an order that may depend on how many bytes there are")
+
+
+@sum_ranks.backend(
+    "all_reduce",
+    reads=sum_ranks.optional,
+    supports=_not_reduced,
+    devices=("cuda",),
+    arithmetic=_of_reduced,
+)
 def all_reduced(call: SumRanksCall) -> Tensor:
     """`sum_ranks` by one all-reduce, in the order that NCCL takes. Of two numbers the sum is
     rounded once; of more it is made in float32."""
@@ -89,7 +124,7 @@ def all_reduced(call: SumRanksCall) -> Tensor:
     return summed.to(part_TD.dtype)
 
 
-@sum_ranks.backend("shares", reads=sum_ranks.optional)
+@sum_ranks.backend("shares", reads=sum_ranks.optional, arithmetic=in_order)
 def add_shares(call: SumRanksCall) -> Tensor:
     """`sum_ranks` as it is defined, as one op: each rank adds a share, and shares are gathered."""
     found: Tensor = sum_ranks.body(call)
@@ -101,6 +136,7 @@ def add_shares(call: SumRanksCall) -> Tensor:
     reads=experts_over_ranks.optional,
     supports=_of_experts(GATHER),
     rows=Rows(preferred=most_gathered),
+    arithmetic=by_parts,
 )
 def gathered(call: ExpertsOverRanksCall) -> Tensor:
     """`experts_over_ranks` on the tokens of all ranks."""
@@ -112,6 +148,7 @@ def gathered(call: ExpertsOverRanksCall) -> Tensor:
     EXCHANGE,
     reads=experts_over_ranks.optional,
     supports=_of_experts(EXCHANGE),
+    arithmetic=by_parts,
 )
 def exchanged(call: ExpertsOverRanksCall) -> Tensor:
     """`experts_over_ranks` on the tokens that need this rank."""

@@ -20,6 +20,7 @@ from moe_ops.backends.triton_ranks import (
 )
 from moe_ops.backends.widths import whole_words
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
+from moe_ops.ops.combine_tokens import arithmetic as of_combine
 from moe_ops.ops.dispatch_tokens import DispatchTokensCall, agree, dispatch_tokens
 from moe_ops.ops.experts_over_ranks import (
     ExpertsOverRanksCall,
@@ -27,7 +28,7 @@ from moe_ops.ops.experts_over_ranks import (
     over_ranks,
     traffic,
 )
-from moe_ops.ops.sum_ranks import SumRanksCall, sum_ranks
+from moe_ops.ops.sum_ranks import SumRanksCall, in_order, sum_ranks
 from moe_ops.ranks import peers
 from moe_ops.ranks.batches import BATCHED
 from moe_ops.ranks.groups import Group
@@ -36,6 +37,7 @@ from moe_ops.ranks.packed import ALIGNMENT
 from moe_ops.ranks.transport import AUTO, PUSH
 from moe_ops.registry.backend import Rows
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import by_parts
 
 NO_GRADIENT = "has no gradients, and one is asked for"
 NO_MEMORY = "needs memory that no eager call has made; run the call before the capture"
@@ -91,7 +93,8 @@ def _uncaptured(call: ExpertsOverRanksCall) -> str | None:
 def _bytes(call: ExpertsOverRanksCall) -> int:
     """The bytes of a buffer that holds the tokens of all ranks, or their results."""
     sent = traffic(call)
-    return sent.ranks * call.ranks.rows * max(sent.there, sent.back + -sent.back % ALIGNMENT)
+    back = (sent.back + -sent.back % ALIGNMENT) * (sent.top_k if sent.by_choice else 1)
+    return sent.ranks * call.ranks.rows * max(sent.there, back)
 
 
 def supports_sum(call: SumRanksCall) -> str | None:
@@ -137,6 +140,7 @@ def most_pushed(call: ExpertsOverRanksCall) -> int | None:
     PUSH,
     reads=("group", "collective", "scale_TS", "alike", "layout", "experts"),
     supports=supports_dispatch,
+    arithmetic=by_parts,
     devices=("cuda",),
     priority=1,
 )
@@ -161,6 +165,7 @@ def store_tokens(
     PUSH,
     reads=("group", "collective", *OF_BATCHES),
     supports=supports_combine,
+    arithmetic=of_combine,
     devices=("cuda",),
     priority=1,
 )
@@ -181,6 +186,7 @@ def store_back(call: CombineTokensCall) -> Tensor:
     PUSH,
     reads=experts_over_ranks.optional,
     supports=supports_experts,
+    arithmetic=by_parts,
     rows=Rows(preferred=most_pushed),
     devices=("cuda",),
     priority=1,
@@ -196,6 +202,7 @@ def pushed(call: ExpertsOverRanksCall) -> Tensor:
     PUSH,
     reads=sum_ranks.optional,
     supports=supports_sum,
+    arithmetic=in_order,
     rows=Rows(preferred=most_summed, possible=most_stored),
     devices=("cuda",),
     priority=1,

@@ -1,5 +1,5 @@
 """The Triton backends of tokens that every rank gathers: one launch before each exchange of bytes,
-and one after it."""
+and one after it. Of rows that come back by choices: the sum that the kernels of experts make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends.triton_device import refuse_device
+from moe_ops.ops.combine import CombineCall, combine
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens, in_rows
+from moe_ops.ops.combine_tokens import arithmetic as of_combine
 from moe_ops.ops.dispatch_tokens import (
     Arrived,
     DispatchTokensCall,
@@ -23,6 +25,7 @@ from moe_ops.ranks.batches import BATCHED
 from moe_ops.ranks.groups import Group, all_gather, all_to_all
 from moe_ops.ranks.transport import GATHER
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import INVARIANT, by_parts
 
 MOST_COLUMNS = 2**15  # which one program copies
 NO_GRADIENT = "is not differentiable, and an argument requires grad"
@@ -99,6 +102,7 @@ def supports_combine(call: CombineTokensCall) -> str | None:
     "triton",
     reads=("group", "collective", "scale_TS", "alike", "layout", "experts"),
     supports=supports_dispatch,
+    arithmetic=by_parts,
     devices=("cuda",),
     priority=1,
 )
@@ -124,6 +128,7 @@ def gather_packed(
     "triton",
     reads=("group", "collective", *OF_BATCHES),
     supports=supports_combine,
+    arithmetic=of_combine,
     devices=("cuda",),
     priority=1,
 )
@@ -139,3 +144,33 @@ def sum_gathered(call: CombineTokensCall) -> Tensor:
         back_GD, call.ids_TK.contiguous(), call.rank_of_P.contiguous(), call.rows, group.size,
         group.rank,
     )  # fmt: skip
+
+
+def supports_sum(call: CombineCall) -> str | None:
+    """Why the kernel does not sum the rows of tokens, or None."""
+    if not INVARIANT.get():
+        return "sums in calls that are batch invariant"
+    return NO_GRADIENT if needs_grad(call.y_RD, call.weights_TK) else refuse_device(call.y_RD)
+
+
+def as_in_experts(call: CombineCall) -> str:
+    """The arithmetic of the sum behind the second product of `experts`."""
+    return "products and sums in float32, in a tree of the choices"
+
+
+@combine.backend(
+    "triton", supports=supports_sum, devices=("cuda",), priority=1, arithmetic=as_in_experts
+)
+def sum_choices(call: CombineCall) -> Tensor:
+    """`combine` by the kernel that sums rows behind the second product of `experts`."""
+    from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
+
+    (T, K), rows_R = call.weights_TK.shape, call.rows_R
+    if T == 0:
+        return call.y_RD.new_empty((0, call.y_RD.shape[1]))
+    R, device = T * K, rows_R.device
+    places_R = torch.arange(R, dtype=torch.int32, device=device)
+    # Slot R takes what the unused rows would write.
+    inverse_R = torch.full((R + 1,), -1, dtype=torch.int32, device=device)
+    inverse_R.scatter_(0, rows_R.long().clamp(-1, R) % (R + 1), places_R)
+    return sum_rows(call.y_RD.contiguous(), inverse_R[:R], call.weights_TK.contiguous(), K)

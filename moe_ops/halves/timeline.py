@@ -18,7 +18,6 @@ from moe_ops.halves.found import Exchanging
 from moe_ops.ops.experts_over_ranks import traffic
 from moe_ops.planning.cost import Cost, Device, cost, device_of
 from moe_ops.ranks.links import LINKS, Link
-from moe_ops.ranks.transport import EXCHANGE
 
 # Of the time in which both are busy: NCCL has 16 to 24 of 132 multiprocessors.
 CONTENTION = 0.15
@@ -115,13 +114,12 @@ def _parts(
         flops=2.0 * rows * sum(p.numel() for p in others),
         dtype=str(x.dtype).removeprefix("torch."),
     )
-    ranks = sent.visited if collective == EXCHANGE else sent.ranks - 1
     fixed, rate = link.fixed_us(collective) / 2, link.rate(collective)
     return Parts(
         before=_us(before, device) + LAUNCHES_US / 2,
-        there=fixed + 1e6 * ranks * rows * sent.there / rate,
+        there=fixed + 1e6 * sent.bytes_there(collective, rows) / rate,
         experts=_us(here, device) + LAUNCHES_US / 2,
-        back=fixed + 1e6 * ranks * rows * sent.back / rate,
+        back=fixed + 1e6 * sent.bytes_back(collective, rows) / rate,
     )
 
 

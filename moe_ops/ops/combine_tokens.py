@@ -33,6 +33,7 @@ from moe_ops.ranks.groups import Group
 from moe_ops.ranks.kept import keep
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Tables
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import Refused
 from moe_ops.registry.spec import op
 from moe_ops.registry.watched import readable
 
@@ -145,7 +146,23 @@ def _summed(y_EMD: Tensor, weights_GK: Tensor, slot_GK: Tensor) -> tuple[Tensor,
     return from_batches(y_EMD, weights_GK, slot_GK), served(slot_GK)
 
 
-@op(check=check)
+def arithmetic(call: CombineTokensCall) -> str:
+    """That of a sum over ranks, which is one of no more than a row where rows are of choices."""
+    if call.layout == BATCHED:
+        return Refused(
+            "a rank adds up what its experts made of a token before it sends that, and which these "
+            f"are depends on the ranks; take experts_over_ranks, which sends tokens in {ROWS!r}"
+        )
+    if call.ids_TK.shape[1] > 1 and Group.of(call.group).size > 1:
+        return Refused(
+            "a row is the sum of those experts of a token that one rank serves, and which these "
+            "are depends on the ranks, and with replicas on the batch; take experts_over_ranks, or "
+            "send a row for each choice (ids_TK [T * K, 1]) and sum them by combine"
+        )
+    return "float32 in the order of ranks"
+
+
+@op(check=check, arithmetic=arithmetic)
 def combine_tokens(call: CombineTokensCall) -> Tensor:
     """Sum what the ranks made of each token: out_TD[t] = sum over its ranks of their row of t.
 

@@ -31,6 +31,7 @@ from moe_ops.ranks.kept import keep
 from moe_ops.ranks.tables import checksums
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH, TRANSPORTS, Sent, Tables
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import by_parts
 from moe_ops.registry.spec import Op, op
 from moe_ops.registry.watched import readable
 
@@ -157,7 +158,7 @@ def agree(name: str, first: Tensor, tokens: Any, call: Any, values: Values) -> G
     return group
 
 
-@op(check=check)
+@op(check=check, arithmetic=by_parts)
 def dispatch_tokens(
     call: DispatchTokensCall,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -1,4 +1,8 @@
-"""The experts of all ranks in one op: dispatch over ranks, the experts here, combine over ranks."""
+"""The experts of all ranks in one op: dispatch over ranks, the experts here, combine over ranks.
+
+Where calls have to be batch invariant, ranks send back a row for each choice of a token and add
+nothing (`moe_ops/ranks/choices.py`): a token's own rank sums its rows.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.checks.shapes import check_choice
+from moe_ops.ops.combine import CombineCall, combine
 from moe_ops.ops.combine_tokens import CombineTokensCall, combine_tokens
 from moe_ops.ops.combine_tokens import started as start_combine
 from moe_ops.ops.dispatch_tokens import (
@@ -27,13 +32,15 @@ from moe_ops.ops.experts import check as check_experts
 from moe_ops.ops.quantize import quantize
 from moe_ops.quant.arguments import not_codes
 from moe_ops.quant.formats import TENSOR, Format
+from moe_ops.ranks.choices import by_choice, rows_of_pairs, why_in_parts
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.kept import keep
 from moe_ops.ranks.links import Traffic
 from moe_ops.ranks.packed import row_bytes
-from moe_ops.ranks.transport import AUTO, GATHER, TRANSPORTS
+from moe_ops.ranks.transport import AUTO, GATHER, TRANSPORTS, Tables
 from moe_ops.ranks.turns import Steps, Turns
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import INVARIANT, by_parts
 from moe_ops.registry.spec import FORCED, REFERENCE, op
 
 WORD_BYTES = 4  # bytes: what kernels copy
@@ -99,7 +106,7 @@ def why_not_apart(x_format: str, static: bool) -> str | None:
     )
 
 
-@op(check=check)
+@op(check=check, arithmetic=by_parts)
 def experts_over_ranks(call: ExpertsOverRanksCall) -> Tensor:
     """Run this rank's tokens through their experts, wherever these are: `combine_tokens` of
     `experts` of `dispatch_tokens`.
@@ -115,32 +122,40 @@ def experts_over_ranks(call: ExpertsOverRanksCall) -> Tensor:
     travel as codes with their scales, unless `why_floats` says why not: the bits of the result are
     those that the same transport gives of floats.
 
+    A batch invariant call gives a token's result the bits that `experts` gives it, with the experts
+    of all ranks, on one: ranks send back a row for each choice, and the token's own one sums them.
+
     Every rank of the group has to call it, also one without tokens. Result [T, D] in x's dtype.
-    Raises as `experts` and `dispatch_tokens` do, and ValueError for an x_format with a dynamic
-    scale of all tokens.
+    Raises as `experts` and `dispatch_tokens` do, ValueError for an x_format with a dynamic scale of
+    all tokens, and NotImplementedError for experts in shards where calls are batch invariant.
     """
     return over_ranks(call, GATHER if call.ranks.collective == AUTO else call.ranks.collective)
 
 
 def over_ranks(call: ExpertsOverRanksCall, collective: str) -> Tensor:
     """The definition, by one transport."""
-    sent = _sent(call, collective)
+    sent, apart = _sent(call, collective), INVARIANT.get()
     arrived = dispatch_tokens.part(sent)
+    if apart:
+        arrived = _apart(call, collective, arrived)
     y_GD = experts.part(_here(call, sent, arrived))
     out_TD: Tensor = combine_tokens.part(_back(call, collective, y_GD, arrived))
-    return out_TD
+    return _weighed(call, out_TD) if apart else out_TD
 
 
 def in_steps(call: ExpertsOverRanksCall, collective: str) -> Steps:
     """The definition by "gather" or "exchange", without gradients, in steps of `turns.py`."""
-    sent = _sent(call, collective)
+    sent, apart = _sent(call, collective), INVARIANT.get()
     send = start_dispatch(sent)
     yield
     arrived = send()
+    if apart:
+        arrived = _apart(call, collective, arrived)
     y_GD = experts.part(_here(call, sent, arrived))
     send_back = start_combine(_back(call, collective, y_GD, arrived))
     yield
-    return send_back()
+    out_TD = send_back()
+    return _weighed(call, out_TD) if apart else out_TD
 
 
 def _sent(call: ExpertsOverRanksCall, collective: str) -> DispatchTokensCall:
@@ -152,8 +167,30 @@ def _sent(call: ExpertsOverRanksCall, collective: str) -> DispatchTokensCall:
     return DispatchTokensCall(
         x_TD, layer.weights_TK, layer.ids_TK, ranks.rank_of_P, ranks.slot_of_P, ranks.rows,
         ranks.group, scale_TS, collective,
-        alike(lambda name: getattr(layer, name), x_TD, ranks.group),
+        alike(lambda name: getattr(layer, name), x_TD, ranks.group, INVARIANT.get()),
     )  # fmt: skip
+
+
+def _apart(call: ExpertsOverRanksCall, collective: str, arrived: Arrived) -> Arrived:
+    """What arrived, with a row for each choice, whose weight is left to the token's own rank.
+
+    Raises NotImplementedError where a row is a part of a sum all the same.
+    """
+    ranks, group = call.ranks, Group.of(call.ranks.group)
+    why = why_in_parts(ranks.rank_of_P, group)
+    if why is not None:
+        raise NotImplementedError(f"experts_over_ranks is not batch invariant: {why}")
+    tables = Tables(ranks.rank_of_P, ranks.slot_of_P)
+    apart = by_choice(arrived, call.layer.ids_TK, tables, collective, group)
+    x_RD, scale_RS, weights_R1, ids_R1, pair_N, splits_2R = apart
+    return x_RD, scale_RS, torch.ones_like(weights_R1), ids_R1, pair_N, splits_2R
+
+
+def _weighed(call: ExpertsOverRanksCall, y_ND: Tensor) -> Tensor:
+    """The weighted sum of each token's rows, of which row t * K + k is of choice k."""
+    rows_N = rows_of_pairs(call.layer.ids_TK, call.ranks.rank_of_P.shape[0])
+    out_TD: Tensor = combine.part(CombineCall(y_ND, call.layer.weights_TK, rows_N))
+    return out_TD
 
 
 def _here(call: ExpertsOverRanksCall, sent: DispatchTokensCall, arrived: Arrived) -> ExpertsCall:
@@ -169,11 +206,12 @@ def _here(call: ExpertsOverRanksCall, sent: DispatchTokensCall, arrived: Arrived
 def _back(
     call: ExpertsOverRanksCall, collective: str, y_GD: Tensor, arrived: Arrived
 ) -> CombineTokensCall:
-    """The way back of what the experts here made."""
-    ranks, (token_N, splits_2R) = call.ranks, arrived[4:]
+    """The way back of what the experts here made, rows of tokens or of their choices."""
+    ranks, ids_TK, (ids_GK, token_N, splits_2R) = call.ranks, call.layer.ids_TK, arrived[3:]
+    K = ids_GK.shape[1]
     return CombineTokensCall(
-        y_GD, call.layer.ids_TK, ranks.rank_of_P, ranks.slot_of_P, token_N, splits_2R, ranks.rows,
-        ranks.group, collective,
+        y_GD, ids_TK.reshape(-1, K), ranks.rank_of_P, ranks.slot_of_P, token_N, splits_2R,
+        ranks.rows * (ids_TK.shape[1] // K), ranks.group, collective,
     )  # fmt: skip
 
 
@@ -202,15 +240,17 @@ def in_turn(call: ExpertsOverRanksCall, turns: Turns) -> Tensor:
     return turns.exchange(begin)
 
 
-def alike(argument: Callable[[str], Any], x_TD: Tensor, group: str) -> str:
-    """What `dispatch_tokens` compares of arguments of experts, given by name; nothing where ranks
-    compare nothing.
+def alike(argument: Callable[[str], Any], x_TD: Tensor, group: str, invariant: bool = False) -> str:
+    """What `dispatch_tokens` compares of arguments of experts, given by name, and of what a call is
+    to be; nothing where ranks compare nothing.
 
     Dynamo traces it in a layer, and can look neither into a group nor into `json`.
     """
     if not x_TD.is_cpu or not group:
         return ""
-    return "{" + ", ".join([f'"{name}": {_as_json(argument(name))}' for name in ALIKE]) + "}"
+    said = [f'"{name}": {_as_json(argument(name))}' for name in ALIKE]
+    said += [f'"batch_invariant": {_as_json(invariant)}']
+    return "{" + ", ".join(said) + "}"
 
 
 def _as_json(value: str | float | None) -> str:
@@ -286,6 +326,7 @@ def traffic(call: ExpertsOverRanksCall) -> Traffic:
         top_k=K,
         there=row_bytes([*tokens, (weights_TK.shape[1], weights_TK.dtype), (K, torch.int32)]),
         back=layer.x_TD.shape[1] * layer.x_TD.dtype.itemsize,
+        by_choice=INVARIANT.get(),
     )
 
 

@@ -30,7 +30,15 @@ def check(call: SumRanksCall) -> None:
     Group.of(call.group)
 
 
-@op(check=check)
+IN_ORDER = "float32 in the order of ranks"
+
+
+def in_order(call: SumRanksCall) -> str:
+    """The arithmetic of a sum in the order of ranks."""
+    return IN_ORDER
+
+
+@op(check=check, arithmetic=in_order)
 def sum_ranks(call: SumRanksCall) -> Tensor:
     """Add the parts of all ranks: out_TD = sum_r part_TD of rank r, the same bits on every rank.
 

@@ -109,13 +109,20 @@ LINKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What ranks tell and send each other: the bytes of a token there and back."""
+    """What ranks tell and send each other: the bytes of a token there and back, or, `by_choice`, of
+    each of its choices back."""
 
     ranks: int
     experts: int  # physical ones, of all ranks
     top_k: int
     there: int
     back: int
+    by_choice: bool = False
+
+    @property
+    def slot(self) -> int:
+        """The bytes of a slot in which a token is sent and what was made of it comes back."""
+        return self.there + self.back * (self.top_k if self.by_choice else 1)
 
     @property
     def visited(self) -> float:
@@ -126,8 +133,21 @@ class Traffic:
 
     def bytes(self, transport: str, rows: float) -> float:
         """What enters a rank when each has so many tokens, there and back."""
+        return self.bytes_there(transport, rows) + self.bytes_back(transport, rows)
+
+    def bytes_there(self, transport: str, rows: float) -> float:
+        """What of it enters with tokens of others."""
         ranks = self.ranks - 1 if transport == GATHER else self.visited
-        return ranks * rows * (self.there + self.back)
+        return ranks * rows * self.there
+
+    def bytes_back(self, transport: str, rows: float) -> float:
+        """What of it enters with results of its own."""
+        ranks = self.ranks - 1 if transport == GATHER else self.visited
+        if not self.by_choice:
+            return ranks * rows * self.back
+        # Of a token's choices as many are elsewhere as other ranks are of all ranks.
+        back = ranks if transport == GATHER else (self.ranks - 1) / self.ranks
+        return back * rows * self.top_k * self.back
 
     def microseconds(self, transport: str, rows: float, link: Link) -> float:
         """The least time of a transport, there and back."""
@@ -142,7 +162,7 @@ class Traffic:
         gather, exchange = (link.fixed_us(t) for t in (GATHER, EXCHANGE))
         saved = self.bytes(GATHER, 1) - self.bytes(EXCHANGE, 1)
         needed = self.ranks * self.visited / (self.ranks - 1)  # rows of all ranks and of its own
-        row = max(1.0, (self.ranks - needed) * (self.there + self.back))
+        row = max(1.0, (self.ranks - needed) * self.slot)
         limit = int(MOST_BYTES / row)
         if saved <= 0:
             return limit
@@ -150,7 +170,7 @@ class Traffic:
 
     def most_pushed(self, link: Link) -> int:
         """The most rows of each rank for which `push` takes no longer than `gather`."""
-        limit = most_pushed_bytes(self.ranks) // (self.ranks * (self.there + self.back))
+        limit = most_pushed_bytes(self.ranks) // (self.ranks * self.slot)
         begun = link.fixed_us(GATHER) - link.fixed_us(PUSH)
         gather, push = (1e6 * self.bytes(t, 1) / link.rate(t) for t in (GATHER, PUSH))
         if begun < 0:
