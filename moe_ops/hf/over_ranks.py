@@ -21,6 +21,7 @@ from moe_ops.hf.subclass import subclass
 from moe_ops.main_grad import main_grads
 from moe_ops.ops import experts, experts_accumulating, experts_over_ranks, sum_ranks
 from moe_ops.ops.activate import Activation
+from moe_ops.ops.by_choice import asked, sum_over_ranks
 from moe_ops.ops.dispatch_tokens import MOST_ROWS
 from moe_ops.ops.experts_over_ranks import ExpertsOverRanksCall, in_turn
 from moe_ops.ranks import peers
@@ -166,9 +167,17 @@ def run(
             out_TD = in_turn(experts_over_ranks.call(*args, **options), taken)
     else:
         op = experts if sums is None else experts_accumulating
-        given = {**options, **(sums or {})}
-        part = op(inputs, weights_TK, ids_TK, w13, w2, expert_map=tables[1], **given)
-        out_TD = sum_ranks(part, over.group)
+        given = {**options, **(sums or {}), "expert_map": tables[1]}
+
+        def part(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+            part_TD: Tensor = op(x_TD, weights_TK, ids_TK, w13, w2, **given)
+            return part_TD
+
+        routed = (inputs, weights_TK, ids_TK)
+        if asked():
+            out_TD = sum_over_ranks(part, *routed, over.group)
+        else:
+            out_TD = sum_ranks(part(*routed), over.group)
     return out_TD.to(x_TD.dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.checks.shapes import INDICES, check_float, check_size, check_tensor
+from moe_ops.layer import invariant
 from moe_ops.layer.checks import check_arguments, check_input
 from moe_ops.layer.exchange import Exchange, agreed_rows
 from moe_ops.layer.operands import operands_of
@@ -274,6 +275,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         """
         if self._missing_exchange is not None:
             raise NotImplementedError(self._missing_exchange)
+        invariant.require(self)
         check_input(x, logits, self.gate)
         flat = x.dim() == 2
         x_TD = x if flat else x.reshape(-1, x.shape[-1])
@@ -283,16 +285,17 @@ class MoELayer(HoldsExperts, HoldsCodes):
         if self.routing.weight_on_input:
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
+        routed, how = Routed(routed_TD, weights_TK, ids_TK), self._combination()
         if self.exchange is None:
-            run = partial(self.run_experts, routed_TD, weights_TK, ids_TK)
-            parts = result_of(self._combination(), x_TD, run)
+            run = partial(self.run_experts, *routed)
+            how, summed = invariant.in_one_order(self, how, routed, run)
+            parts = result_of(how, x_TD, summed)
         else:
             check_size("x", routed_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
             ranks = Ranks(self.exchange, self.rank_of_P, self.slot_of_P)
             agreed = agreed_rows(rows, routed_TD, self.exchange)
-            routed = Routed(routed_TD, weights_TK, ids_TK)
             run = partial(run_over_ranks, operands_of(self), ranks, agreed, routed)
-            parts = result_over_ranks(self._combination(), self.exchange.tp_group, x_TD, run)
+            parts = result_over_ranks(how, self.exchange.tp_group, x_TD, run)
         if self.loads is not None:  # after what may raise
             assert self.counted_part is not None and self.physical_loads is not None
             counted_TK = counted_ids(ids_TK, self.counted_part)

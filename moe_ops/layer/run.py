@@ -14,17 +14,21 @@ from moe_ops.layer.exchange import Exchange
 from moe_ops.layer.operands import Operands
 from moe_ops.layer.parts import ordered_rows
 from moe_ops.ops import (
+    combine,
     combine_tokens,
     dispatch_tokens,
     experts,
     experts_accumulating,
     experts_over_ranks,
+    sum_ranks,
 )
+from moe_ops.ops.by_choice import asked, sum_over_ranks
 from moe_ops.ops.experts_over_ranks import alike, in_turn
+from moe_ops.ranks.choices import by_choice, rows_of_pairs
 from moe_ops.ranks.groups import Group
 from moe_ops.ranks.kept import after
 from moe_ops.ranks.shares import in_shares, share_of
-from moe_ops.ranks.transport import AUTO, GATHER
+from moe_ops.ranks.transport import AUTO, GATHER, Tables
 from moe_ops.ranks.turns import turns
 from moe_ops.registry.gradients import needs_grad, without_gradient
 from moe_ops.registry.invariance import invariant_if
@@ -63,6 +67,25 @@ def run_over_ranks(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> T
     return _recorded(held, partial(_in_chunks, held, ranks, rows), routed)
 
 
+def run_summed(
+    held: Operands, routed: Routed, expert_map: Tensor | None, group: str, fused: int
+) -> Tensor:
+    """The weighted sum of the experts of all ranks for tokens that all ranks have, in the order of
+    choices. fused: how many of a token's experts every rank holds."""
+
+    def run(routed: Routed) -> Tensor:
+        if held.has_order_by_expert:
+            y_ND = sum_ranks(_of_pairs(held, routed, expert_map), group)
+            return y_ND.unflatten(0, routed.ids_TK.shape).sum(1)
+
+        def here(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
+            return _once(held, Routed(held.ordered(x_TD), weights_TK, ids_TK), expert_map)
+
+        return sum_over_ranks(here, *routed, group, fused)
+
+    return _recorded(held, run, routed)
+
+
 def _in_chunks(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tensor:
     """Each chunk by itself; every rank has as many, also of no tokens."""
     run = _exchanged if ranks.exchange.sharers == 1 else _in_shares
@@ -94,11 +117,17 @@ def _run_here(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tens
     x_TD, weights_TK, ids_TK = routed
     if not held.has_order_by_expert:
         return _once(held, Routed(held.ordered(x_TD), weights_TK, ids_TK), expert_map)
+    return _of_pairs(held, routed, expert_map).unflatten(0, ids_TK.shape).sum(1)
+
+
+def _of_pairs(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tensor:
+    """A weighted row [T * K, D] for each pair of a token and an expert, each of which takes columns
+    in an order of its own."""
+    x_TD, weights_TK, ids_TK = routed
     assert held.input_order is not None
-    # A pair of a token and an expert is a row.
     x_RD = ordered_rows(x_TD, ids_TK, held.input_order, expert_map)
     pairs = Routed(x_RD, weights_TK.reshape(-1, 1), ids_TK.reshape(-1, 1))
-    return _once(held, pairs, expert_map).unflatten(0, ids_TK.shape).sum(1)
+    return _once(held, pairs, expert_map)
 
 
 def _once(held: Operands, routed: Routed, expert_map: Tensor | None) -> Tensor:
@@ -135,15 +164,32 @@ def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tenso
         return held.cut(experts_over_ranks(*args, **options))
     # An expert's order of columns, and its main_grad, are known where it lies.
     x_TD, weights_TK, ids_TK = routed
-    tables, group = (ranks.rank_of_P, ranks.slot_of_P), ranks.exchange.group
-    plain, collective = held.plain_options(), ranks.exchange.collective
+    tables, group = Tables(ranks.rank_of_P, ranks.slot_of_P), ranks.exchange.group
+    plain, collective, invariant = held.plain_options(), ranks.exchange.collective, asked()
     collective = GATHER if collective == AUTO else collective
-    x_GD, _, weights_GK, ids_GK, *handle = dispatch_tokens(
-        x_TD, weights_TK, ids_TK, *tables, rows, group, collective=collective,
-        alike=alike(lambda name: plain[name], x_TD, group),
+    arrived = dispatch_tokens(
+        x_TD, weights_TK, ids_TK, tables.rank_of_P, tables.slot_of_P, rows, group,
+        collective=collective, alike=alike(lambda name: plain[name], x_TD, group, invariant),
     )  # fmt: skip
+    K = ids_TK.shape[1] if invariant else 1
+    if invariant:
+        arrived = by_choice(arrived, ids_TK, tables, collective, Group.of(group))
+        ids_TK = ids_TK.reshape(-1, 1)
+    x_GD, _, weights_GK, ids_GK, *handle = arrived
+    if invariant and not held.has_order_by_expert:
+        weights_GK = torch.ones_like(weights_GK)
     y_GD = run_here(held, Routed(x_GD, weights_GK, ids_GK), None)
-    return combine_tokens(y_GD, ids_TK, *tables, *handle, rows, group, collective)
+    out_TD = combine_tokens(
+        y_GD, ids_TK, tables.rank_of_P, tables.slot_of_P, *handle, rows * K, group, collective
+    )
+    return out_TD if not invariant else _weighed(held, routed, out_TD, tables.physical)
+
+
+def _weighed(held: Operands, routed: Routed, y_ND: Tensor, physical: int) -> Tensor:
+    """The sum of each token's rows, one for each choice, as one process makes it of its own."""
+    if held.has_order_by_expert:  # rows that are weighed already
+        return y_ND.unflatten(0, routed.ids_TK.shape).sum(1)
+    return combine(y_ND, routed.weights_TK, rows_of_pairs(routed.ids_TK, physical))
 
 
 def why_by_parts(held: Operands) -> str | None:

@@ -55,7 +55,7 @@ def check(call: CombineCall) -> None:
 
 def arithmetic(call: CombineCall) -> str:
     """That of the definition: a sum over an axis that is as long for any number of tokens."""
-    return "products as dtypes promote, summed in float32 in the order of choices"
+    return "products as dtypes promote, summed in float32 by PyTorch over an axis of choices"
 
 
 @op(check=check, arithmetic=arithmetic)

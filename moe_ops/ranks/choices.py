@@ -66,8 +66,14 @@ def _returned(
     return pair_N.to(torch.int32), counts_2R
 
 
-def rows_of_pairs(ids_TK: Tensor, physical: int) -> Tensor:
-    """The pair in each row of results, as `combine` takes it: int32 [T * K], -1 of no expert."""
-    ids_N = known_ids(ids_TK, physical).flatten()
-    pairs_N = torch.arange(ids_N.shape[0], dtype=torch.int32, device=ids_N.device)
-    return torch.where(ids_N >= 0, pairs_N, -1)
+def rows_of_pairs(ids_TK: Tensor, physical: int | None = None, fused: int = 0) -> Tensor:
+    """The pair in each row of results, as `combine` takes it: int32 [T * K], -1 where an id names
+    none of the physical experts. The last `fused` columns name one, whatever they hold here."""
+    T, K = ids_TK.shape
+    named_TK = ids_TK >= 0
+    if physical is not None:
+        named_TK = named_TK & (ids_TK < physical)
+    if fused:
+        named_TK = named_TK | (torch.arange(K, device=ids_TK.device) >= K - fused)
+    pairs_N = torch.arange(T * K, dtype=torch.int32, device=ids_TK.device)
+    return torch.where(named_TK.view(T * K), pairs_N, -1)
