@@ -162,7 +162,10 @@ class Traffic:
         gather, exchange = (link.fixed_us(t) for t in (GATHER, EXCHANGE))
         saved = self.bytes(GATHER, 1) - self.bytes(EXCHANGE, 1)
         needed = self.ranks * self.visited / (self.ranks - 1)  # rows of all ranks and of its own
-        row = max(1.0, (self.ranks - needed) * self.slot)
+        kept = (self.ranks - needed) * (self.there + self.back)  # of a row beyond an exchange
+        if self.by_choice:  # of whose choices a rank serves as many as it has itself
+            kept = (self.ranks - needed) * self.there + (self.ranks - 1) * self.top_k * self.back
+        row = max(1.0, kept)
         limit = int(MOST_BYTES / row)
         if saved <= 0:
             return limit
