@@ -20,6 +20,7 @@ from moe_ops.checks.shapes import (
     check_tensor,
 )
 from moe_ops.ops.dispatch_tokens import (
+    MOST_PAIRS,
     agree,
     check_layout,
     check_rows,
@@ -71,7 +72,7 @@ def check(call: CombineTokensCall) -> None:
     check_devices(y_GD, ids_TK=call.ids_TK, token_N=call.token_N)
     if not (splits_2R.is_cpu or (splits_2R.is_meta and y_GD.is_meta)):
         raise ValueError(f"splits_2R is on {splits_2R.device}; the host reads it: leave it on cpu")
-    check_rows(call.rows, call.group)
+    check_rows(call.rows, call.group, MOST_PAIRS)
     ranks = Group.of(call.group).size
     exchanged = call.collective == EXCHANGE
     check_size("splits_2R", splits_2R, 0, 2, "sent and received")

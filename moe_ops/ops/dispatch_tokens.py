@@ -38,6 +38,7 @@ from moe_ops.registry.watched import readable
 SCALES = (torch.float32, torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 MOST_ROWS = 2**20  # of a rank in one call; more are given in several
+MOST_PAIRS = 2**25  # rows of a rank that come back, which may be one for each choice of a token
 MOST_ALIKE = 512  # bytes, of what a rank says of itself in one header
 
 
@@ -132,10 +133,10 @@ def check_tables(first: Tensor, rank_of_P: Tensor, slot_of_P: Tensor) -> None:
     check_devices(first, rank_of_P=rank_of_P, slot_of_P=slot_of_P)
 
 
-def check_rows(rows: Any, group: str) -> None:
+def check_rows(rows: Any, group: str, most: int = MOST_ROWS) -> None:
     """Raise ValueError or TypeError for a number of rows, or a group, that cannot be."""
     if isinstance(rows, int):  # while tracing it may be symbolic
-        check_int("rows", rows, least=1, most=MOST_ROWS)
+        check_int("rows", rows, least=1, most=most)
     Group.of(group)
 
 

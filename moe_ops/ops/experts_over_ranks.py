@@ -298,14 +298,17 @@ def why_floats(layer: ExpertsCall) -> str | None:
 
 
 def sent_as(layer: ExpertsCall) -> str:
-    """How tokens travel that experts quantise, in words; empty for other tokens."""
-    if not layer.x_format:
-        return ""
-    reason = why_floats(layer)
-    if reason is None:
-        return f"tokens are sent as {layer.x_format} codes"
-    dtype = str(layer.x_TD.dtype).removeprefix("torch.")
-    return f"tokens are sent as {dtype}: {reason}"
+    """How tokens travel that experts quantise, and results that are batch invariant, in words;
+    empty for others."""
+    dtype, said = str(layer.x_TD.dtype).removeprefix("torch."), []
+    if layer.x_format:
+        reason = why_floats(layer)
+        how = f"{dtype}: {reason}" if reason is not None else f"{layer.x_format} codes"
+        said.append(f"tokens are sent as {how}")
+    if INVARIANT.get():
+        row = layer.x_TD.shape[1] * layer.x_TD.dtype.itemsize
+        said.append(f"each of {layer.ids_TK.shape[1]} choices comes back as a row of {row} bytes")
+    return "; ".join(said)
 
 
 def _codes_of(layer: ExpertsCall) -> list[tuple[int, torch.dtype]]:

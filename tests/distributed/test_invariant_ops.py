@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops import combine_tokens, experts, experts_over_ranks, plan_halves, sum_ranks, two_halves
-from moe_ops.ops.experts_over_ranks import traffic
+from moe_ops.ops.experts_over_ranks import sent_as, traffic
 from moe_ops.parallel.config import HIGH_THROUGHPUT
 from moe_ops.ranks.links import LINKS, Traffic
 from moe_ops.ranks.transport import EXCHANGE, GATHER, PUSH
@@ -19,6 +20,8 @@ from tests.distributed.attention_block import share_of_block, whole_block
 from tests.distributed.ranks import fake_group, results, threads
 from tests.distributed.shares import SPREADS, Spread, Whole, run_share
 from tests.distributed.test_invariant import same
+from tests.distributed.test_transformers import WIDE
+from tests.distributed.test_transformers import make as make_model
 
 BF16 = torch.bfloat16
 CLOSE = Tol(1e-5, "a token's experts are summed in another order")
@@ -193,6 +196,35 @@ def test_calls_say_how_rows_come_back() -> None:
         tables = whole.tables()
         args = (*whole.own(0), *whole.weights.values(), *tables, 8, group)
         call = experts_over_ranks.call(*args)
-        assert not traffic(call).by_choice
+        assert not traffic(call).by_choice and not sent_as(call.layer)
         with invariant():
             assert traffic(call).by_choice
+            assert sent_as(call.layer) == "each of 3 choices comes back as a row of 128 bytes"
+
+
+def of_a_model(rank: int, group: str, whole: Any, how: dict[str, str], given: Any) -> Tensor:
+    """What a rank's share of a transformers model's experts makes of its tokens."""
+    import moe_ops
+
+    model = moe_ops.share_experts(copy.deepcopy(whole), group, **how)
+    mine = slice(None) if not how else slice(6 * rank, 6 * rank + 6)
+    with invariant():
+        found: Tensor = model.model.layers[0].mlp.experts(*(t[mine] for t in given))
+    return found
+
+
+WAYS: dict[str, dict[str, str]] = {
+    "replicated": {}, "own": {"tokens": "own"},
+    "own_exchange": {"tokens": "own", "collective": EXCHANGE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_models_that_are_shared_obey(how: dict[str, str]) -> None:
+    whole = make_model("qwen3_moe", WIDE)
+    held = whole.model.layers[0].mlp.experts
+    x, weights, ids = torch.randn(12, 64), torch.rand(12, 2), torch.randint(8, (12, 2))
+    with torch.no_grad(), invariant():
+        want = experts(x, weights, ids, held.gate_up_proj, held.down_proj)
+    found = results(2, of_a_model, whole, how, (x, ids, weights))
+    assert all(same(got, want) for got in found) if not how else same(torch.cat(found), want)
