@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_ops.checks.shapes import check_size
 from moe_ops.layer.operands import operands_of
-from moe_ops.layer.parts import ALONE, PARTIAL, Combination
+from moe_ops.layer.parts import ALONE, PARTIAL, Combination, result_of
 from moe_ops.layer.run import Routed, run_summed
 from moe_ops.ops.by_choice import asked
 
@@ -53,22 +53,19 @@ def why_not(layer: Any) -> str | None:
 def require(layer: Any) -> None:
     """Raise NotImplementedError, with the reason, for a call that is to be batch invariant of a
     layer that cannot be."""
-    why = why_not(layer) if asked() else None
+    why = why_not(layer) if layer.batch_invariant or asked() else None
     if why is not None:
         raise NotImplementedError(f"this MoELayer is not batch invariant: {why}")
 
 
-def in_one_order(
-    layer: Any, how: Combination, routed: Routed, run: Callable[[], Tensor]
-) -> tuple[Combination, Callable[[], Tensor]]:
-    """What makes the routed part of a layer whose tokens are given here, and the result: `run` and
-    what it is given, unless ranks have to add their parts in the order of one process."""
-    if layer.parallel.size == 1 or not asked():
-        return how, run
-    assert isinstance(how.reduction, str), "as `require` says"
-    check_size("x", routed.x_TD, 1, layer.sizes.hidden_size, "the layer's hidden_size")
-    summed = partial(
-        run_summed, operands_of(layer), routed, layer.expert_map, how.reduction,
-        layer.placement.shared,
-    )  # fmt: skip
-    return replace(how, reduction=ALONE), summed
+def result_here(layer: Any, how: Combination, x_TD: Tensor, routed: Routed) -> tuple[Tensor, ...]:
+    """The result of a layer whose tokens are given here: ranks add their parts, or, where calls are
+    to be batch invariant, rows of choices."""
+    run: Callable[[], Tensor] = partial(layer.run_experts, *routed)
+    if layer.parallel.size > 1 and (layer.batch_invariant or asked()):
+        assert isinstance(how.reduction, str), "as `require` says"
+        check_size("x", routed.x_TD, 1, layer.sizes.hidden_size, "the layer's hidden_size")
+        group, fused = how.reduction, layer.placement.shared
+        run = partial(run_summed, operands_of(layer), routed, layer.expert_map, group, fused)
+        how = replace(how, reduction=ALONE)
+    return result_of(how, x_TD, run)

@@ -22,7 +22,6 @@ from moe_ops.layer.parts import (
     counted_ids,
     missing_exchange,
     reduction_of,
-    result_of,
     result_over_ranks,
     with_fused,
 )
@@ -287,9 +286,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
             weights_TK = torch.ones_like(weights_TK)
         routed, how = Routed(routed_TD, weights_TK, ids_TK), self._combination()
         if self.exchange is None:
-            run = partial(self.run_experts, *routed)
-            how, summed = invariant.in_one_order(self, how, routed, run)
-            parts = result_of(how, x_TD, summed)
+            parts = invariant.result_here(self, how, x_TD, routed)
         else:
             check_size("x", routed_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
             ranks = Ranks(self.exchange, self.rank_of_P, self.slot_of_P)

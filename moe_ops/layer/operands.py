@@ -15,6 +15,7 @@ from moe_ops.layer.factors import kept_product
 from moe_ops.layer.tensors import LayerSizes
 from moe_ops.main_grad import main_grads
 from moe_ops.ops.activate import Activation
+from moe_ops.ops.by_choice import asked
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.scales import product
 
@@ -51,6 +52,11 @@ class Operands:
     def has_order_by_expert(self) -> bool:
         """Whether each expert takes the columns of its input in an order of its own."""
         return self.input_order is not None and self.input_order.dim() == 2
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether a call here has to be batch invariant, as the layer or its caller asks for it."""
+        return self.batch_invariant or asked()
 
     @property
     def quantizes_inputs(self) -> bool:

@@ -22,7 +22,7 @@ from moe_ops.ops import (
     experts_over_ranks,
     sum_ranks,
 )
-from moe_ops.ops.by_choice import asked, sum_over_ranks
+from moe_ops.ops.by_choice import sum_over_ranks
 from moe_ops.ops.experts_over_ranks import alike, in_turn
 from moe_ops.ranks.choices import by_choice, rows_of_pairs
 from moe_ops.ranks.groups import Group
@@ -31,7 +31,7 @@ from moe_ops.ranks.shares import in_shares, share_of
 from moe_ops.ranks.transport import AUTO, GATHER, Tables
 from moe_ops.ranks.turns import turns
 from moe_ops.registry.gradients import needs_grad, without_gradient
-from moe_ops.registry.invariance import invariant_if
+from moe_ops.registry.invariance import invariant, invariant_if
 
 NO_GRADIENT = (
     "this MoELayer quantises its inputs, through which no gradients are defined, as rounding is "
@@ -75,13 +75,16 @@ def run_summed(
 
     def run(routed: Routed) -> Tensor:
         if held.has_order_by_expert:
-            y_ND = sum_ranks(_of_pairs(held, routed, expert_map), group)
+            add = invariant_if(held.batch_invariant, sum_ranks)
+            y_ND: Tensor = add(_of_pairs(held, routed, expert_map), group)
             return y_ND.unflatten(0, routed.ids_TK.shape).sum(1)
 
         def here(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
             return _once(held, Routed(held.ordered(x_TD), weights_TK, ids_TK), expert_map)
 
-        return sum_over_ranks(here, *routed, group, fused)
+        return sum_over_ranks(
+            here, *routed, group, fused=fused, batch_invariant=held.batch_invariant
+        )
 
     return _recorded(held, run, routed)
 
@@ -160,36 +163,42 @@ def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tenso
         args, options = arguments_over_ranks(held, ranks, rows, routed)
         taken = turns()
         if taken is not None:
-            return held.cut(in_turn(experts_over_ranks.call(*args, **options), taken))
-        return held.cut(experts_over_ranks(*args, **options))
+            with invariant(held.is_invariant):
+                return held.cut(in_turn(experts_over_ranks.call(*args, **options), taken))
+        return held.cut(invariant_if(held.batch_invariant, experts_over_ranks)(*args, **options))
     # An expert's order of columns, and its main_grad, are known where it lies.
     x_TD, weights_TK, ids_TK = routed
     tables, group = Tables(ranks.rank_of_P, ranks.slot_of_P), ranks.exchange.group
-    plain, collective, invariant = held.plain_options(), ranks.exchange.collective, asked()
+    plain, collective, apart = held.plain_options(), ranks.exchange.collective, held.is_invariant
     collective = GATHER if collective == AUTO else collective
-    arrived = dispatch_tokens(
+    send, bring_back = (
+        invariant_if(held.batch_invariant, op) for op in (dispatch_tokens, combine_tokens)
+    )
+    arrived = send(
         x_TD, weights_TK, ids_TK, tables.rank_of_P, tables.slot_of_P, rows, group,
-        collective=collective, alike=alike(lambda name: plain[name], x_TD, group, invariant),
+        collective=collective, alike=alike(lambda name: plain[name], x_TD, group, apart),
     )  # fmt: skip
-    K = ids_TK.shape[1] if invariant else 1
-    if invariant:
+    K = ids_TK.shape[1] if apart else 1
+    if apart:
         arrived = by_choice(arrived, ids_TK, tables, collective, Group.of(group))
         ids_TK = ids_TK.reshape(-1, 1)
     x_GD, _, weights_GK, ids_GK, *handle = arrived
-    if invariant and not held.has_order_by_expert:
+    if apart and not held.has_order_by_expert:
         weights_GK = torch.ones_like(weights_GK)
     y_GD = run_here(held, Routed(x_GD, weights_GK, ids_GK), None)
-    out_TD = combine_tokens(
+    out_TD: Tensor = bring_back(
         y_GD, ids_TK, tables.rank_of_P, tables.slot_of_P, *handle, rows * K, group, collective
     )
-    return out_TD if not invariant else _weighed(held, routed, out_TD, tables.physical)
+    return _weighed(held, routed, out_TD, tables.physical) if apart else out_TD
 
 
 def _weighed(held: Operands, routed: Routed, y_ND: Tensor, physical: int) -> Tensor:
     """The sum of each token's rows, one for each choice, as one process makes it of its own."""
     if held.has_order_by_expert:  # rows that are weighed already
         return y_ND.unflatten(0, routed.ids_TK.shape).sum(1)
-    return combine(y_ND, routed.weights_TK, rows_of_pairs(routed.ids_TK, physical))
+    weigh = invariant_if(held.batch_invariant, combine)
+    out_TD: Tensor = weigh(y_ND, routed.weights_TK, rows_of_pairs(routed.ids_TK, physical))
+    return out_TD
 
 
 def why_by_parts(held: Operands) -> str | None:

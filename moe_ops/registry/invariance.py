@@ -81,4 +81,11 @@ def invariant_if(wanted: bool, op: Any) -> Callable[..., Any]:
             "batch_invariant of a layer is not carried into a compiled graph with gradients; "
             "compile under torch.no_grad(), or give batch_invariant=True to moe_ops.compile alone"
         )
-    return partial(op.planned, plan=PLANNED)
+    return partial(_planned, op)
+
+
+def _planned(op: Any, *args: Any, **kwargs: Any) -> Any:
+    out = op.planned(*args, **kwargs, plan=PLANNED)
+    if op.keep is not None:
+        op.keep(out)
+    return out

@@ -20,6 +20,7 @@ from moe_ops.graphs.report import GraphReport
 from moe_ops.installed import inside_of_peft
 from moe_ops.interop.interrupts import call_compiled
 from moe_ops.interop.told import begin
+from moe_ops.ops.by_choice import ask_in_graphs
 from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.inductor.sizes import call_oblivious
 from moe_ops.passes.rewriting.context import Options
@@ -113,6 +114,8 @@ class Compiled:
         self.before = before  # what comes before each call
         self.after = after  # and what comes after it
         self.batch_invariant = pipeline.options.batch_invariant
+        if self.batch_invariant:
+            ask_in_graphs()
         self.exporting: Exporting | None = None  # what puts ops into exported programs
         self.is_compiled = False
         self.graphs: Callable[[], GraphReport] = GraphReport
