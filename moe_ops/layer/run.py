@@ -180,7 +180,7 @@ def _exchanged(held: Operands, ranks: Ranks, rows: int, routed: Routed) -> Tenso
     )  # fmt: skip
     K = ids_TK.shape[1] if apart else 1
     if apart:
-        arrived = by_choice(arrived, ids_TK, tables, collective, Group.of(group))
+        arrived = by_choice(arrived, ids_TK, tables, collective, group)
         ids_TK = ids_TK.reshape(-1, 1)
     x_GD, _, weights_GK, ids_GK, *handle = arrived
     if apart and not held.has_order_by_expert:

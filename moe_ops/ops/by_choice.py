@@ -16,7 +16,7 @@ from moe_ops.registry.invariance import INVARIANT, invariant_if
 def asked() -> bool:
     """Whether calls here have to be batch invariant. Of what Dynamo traces nobody knows, unless
     `ask_in_graphs` was called."""
-    return not torch.compiler.is_compiling() and INVARIANT.get()
+    return not torch.compiler.is_dynamo_compiling() and INVARIANT.get()
 
 
 def ask_in_graphs() -> None:

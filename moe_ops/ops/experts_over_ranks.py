@@ -159,8 +159,14 @@ def in_steps(call: ExpertsOverRanksCall, collective: str) -> Steps:
 
 
 def _sent(call: ExpertsOverRanksCall, collective: str) -> DispatchTokensCall:
-    """The tokens of a call on their way: as codes, where these travel."""
+    """The tokens of a call on their way: as codes, where these travel.
+
+    Raises NotImplementedError for a call that is to be batch invariant, and cannot be.
+    """
     layer, ranks = call.layer, call.ranks
+    why = why_in_parts(ranks.rank_of_P, Group.of(ranks.group)) if INVARIANT.get() else None
+    if why is not None:
+        raise NotImplementedError(f"experts_over_ranks is not batch invariant: {why}")
     x_TD, scale_TS = layer.x_TD, None
     if sends_codes(layer):
         x_TD, scale_TS = quantize(x_TD, layer.x_format)
@@ -172,16 +178,10 @@ def _sent(call: ExpertsOverRanksCall, collective: str) -> DispatchTokensCall:
 
 
 def _apart(call: ExpertsOverRanksCall, collective: str, arrived: Arrived) -> Arrived:
-    """What arrived, with a row for each choice, whose weight is left to the token's own rank.
-
-    Raises NotImplementedError where a row is a part of a sum all the same.
-    """
-    ranks, group = call.ranks, Group.of(call.ranks.group)
-    why = why_in_parts(ranks.rank_of_P, group)
-    if why is not None:
-        raise NotImplementedError(f"experts_over_ranks is not batch invariant: {why}")
+    """What arrived, with a row for each choice, whose weight is left to the token's own rank."""
+    ranks = call.ranks
     tables = Tables(ranks.rank_of_P, ranks.slot_of_P)
-    apart = by_choice(arrived, call.layer.ids_TK, tables, collective, group)
+    apart = by_choice(arrived, call.layer.ids_TK, tables, collective, ranks.group)
     x_RD, scale_RS, weights_R1, ids_R1, pair_N, splits_2R = apart
     return x_RD, scale_RS, torch.ones_like(weights_R1), ids_R1, pair_N, splits_2R
 

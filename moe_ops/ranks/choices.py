@@ -31,18 +31,18 @@ def why_in_parts(rank_of_P: Tensor, group: Group) -> str | None:
     )
 
 
-def by_choice(arrived: Arrived, ids_TK: Tensor, tables: Tables, how: str, group: Group) -> Arrived:
+def by_choice(arrived: Arrived, ids_TK: Tensor, tables: Tables, how: str, group: str) -> Arrived:
     """What arrived, given as `dispatch_tokens` does, with a row for each choice of a token: as if
     pairs had been sent, of which pair t * K + k is of ids_TK[t, k].
 
     By "exchange" there are rows for the pairs alone that are served here, in their order; else
-    there is one for each choice of each slot, and ids say which are served.
+    there is one for each choice of each slot, and ids say which are served. group: its name.
     """
     x_GD, scale_GS, weights_GK, ids_GK, token_N, splits_2R = arrived
     G, K = ids_GK.shape
     if how == EXCHANGE:
         row_R, choice_R = (ids_GK >= 0).nonzero(as_tuple=True)
-        pair_N, splits_2R = _returned(ids_TK, ids_GK, tables, splits_2R, group)
+        pair_N, splits_2R = _returned(ids_TK, ids_GK, tables, splits_2R, Group.of(group))
         weights_R, ids_R = (t[row_R, choice_R] for t in (weights_GK, ids_GK))
     else:
         row_R = torch.arange(G, device=x_GD.device).repeat_interleave(K)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import moe_ops
 from moe_ops.layer import MoELayer, Routing, rebalance_layers
 from moe_ops.parallel.config import AUTO, HIGH_THROUGHPUT, ParallelConfig
 from moe_ops.parallel.replicas import ExpertReplicas
@@ -19,7 +21,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import TENSOR
 from moe_ops.registry.invariance import invariant
 from tests.chosen import in_turn, those_of
-from tests.distributed.ranks import results, threads
+from tests.distributed.ranks import processes, results, threads
 from tests.layer.shards import randomize, take_share
 from tests.layer.test_layer_split import FORMATS
 
@@ -249,3 +251,45 @@ def test_layers_of_sums_over_ranks_say_why_not(
         assert isinstance(error, NotImplementedError), error
         assert str(error).startswith("this MoELayer is not batch invariant: ")
         assert said in str(error)
+
+
+@pytest.mark.parametrize("ranks", [GATHERED, EXCHANGED, REPLICATED], ids=lambda r: r.name)
+@pytest.mark.parametrize("quant", [None, ORDERED], ids=["plain", "ordered_by_expert"])
+def test_layers_ask_for_it_themselves(ranks: Ranks, quant: QuantConfig | None) -> None:
+    options = {"quant": quant}
+    whole, tokens = whole_of(options), given(sum(ranks.tokens))
+    want = each_alone(whole, *tokens)
+    found = results(ranks.size, run, ranks, whole, {**options, "batch_invariant": True}, tokens)
+    for rank, (_, usual) in enumerate(found):
+        assert same(usual, ranks.mine(rank, want))
+
+
+def compiled(rank: int, world: str, ranks: Ranks, quant: QuantConfig | None) -> None:
+    """Compiled layers, as options of the graph or of the layer ask for it."""
+    whole, tokens = whole_of({"quant": quant}), given(sum(ranks.tokens))
+    want = ranks.mine(rank, each_alone(whole, *tokens))
+    mine = [ranks.mine(rank, t) for t in tokens]
+    for asks in (True, False):
+        torch._dynamo.reset()
+        options = {"quant": quant, "batch_invariant": not asks}
+        fast = moe_ops.compile(
+            ranks.layer(rank, world, whole, options), batch_invariant=asks, fullgraph=True
+        )
+        assert same(fast(*mine), want), f"asked by {'options' if asks else 'the layer'}"
+
+
+TWO = {
+    "own": Ranks(name="own", tokens=(4, 0), asked={"dp": 2}),
+    "replicated": Ranks(name="replicated", tokens=(9,), asked={"tp": 2}, replicated=True),
+}
+
+
+@pytest.mark.slow
+@in_turn(
+    pytest.mark.parametrize("ranks", TWO.values(), ids=TWO),
+    pytest.mark.parametrize("quant", [None, ORDERED], ids=["plain", "ordered_by_expert"]),
+)
+def test_compiled_layers_have_the_bits_of_one_process(
+    ranks: Ranks, quant: QuantConfig | None, tmp_path: Path
+) -> None:
+    processes(2, tmp_path, compiled, ranks, quant)
