@@ -57,7 +57,7 @@ MAY_IMPORT = {
     ),
     "planning": May(OP | {"kernels", "quant", "terminal"}),
     "halves": May(OP | {"layer", "planning"}),
-    "recorded": May(LOW | {"hf", "installed", "layer"}, frozenset({"torch", "safetensors"})),
+    "recorded": May(OP | {"hf", "installed", "layer"}, frozenset({"torch", "safetensors"})),
     "graphs": May(OP | {"arena", "layer", "planning", "prepared"}),
     "hf": May(
         BACKEND | {"decode_ops", "installed", "main_grad", "prepared"},

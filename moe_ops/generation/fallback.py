@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import CompileConfig
 
-from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.interop.hooks import Hooks, hooks_of
+from moe_ops.interop.subclass import former_class, new_object, subclass
 from moe_ops.interop.switches import check_sequences_of
 from moe_ops.interop.told import begin, told_of
 

@@ -39,7 +39,7 @@ from moe_ops.generation.sample import sample
 from moe_ops.generation.steps import Tools
 from moe_ops.generation.wide import WIDTHS, width_for
 from moe_ops.graphs.report import StepsReport
-from moe_ops.hf.subclass import subclass
+from moe_ops.interop.subclass import subclass
 from moe_ops.registry.invariance import INVARIANT, invariant
 
 log = logging.getLogger("moe_ops")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from moe_ops.forward.kept import Stepping
 from moe_ops.generation import blocks, pools
 from moe_ops.generation.linear_samples import KINDS, Kind, agree, parameters_of
-from moe_ops.hf.subclass import CopiedAsItWas, subclass
 from moe_ops.interop.code_objects import with_globals
+from moe_ops.interop.subclass import CopiedAsItWas, subclass
 
 log = logging.getLogger("moe_ops")
 

@@ -18,9 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from moe_ops.forward.regions import decoder_layers
 from moe_ops.generation import expanding, latents
 from moe_ops.generation.one_query import NAME, Attention, attended, in_place_of, register
-from moe_ops.hf.subclass import subclass
 from moe_ops.interop.code_objects import forward_of, names_in
 from moe_ops.interop.interrupts import let_through
+from moe_ops.interop.subclass import subclass
 
 log = logging.getLogger("moe_ops")
 

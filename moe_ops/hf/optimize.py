@@ -18,8 +18,8 @@ from moe_ops.hf.experts import NAME, is_experts
 from moe_ops.hf.report import info_once
 from moe_ops.hf.rules import RULES, Rule, router_fingerprint
 from moe_ops.hf.stored import stored_format
-from moe_ops.hf.subclass import former_class, new_object, subclass
 from moe_ops.installed import inside_of_peft
+from moe_ops.interop.subclass import former_class, new_object, subclass
 from moe_ops.interop.switches import Board
 from moe_ops.ops import route
 

@@ -17,7 +17,7 @@ from moe_ops.checks.shapes import check_choice
 from moe_ops.hf.adapters.held import CHILD
 from moe_ops.hf.experts import NO_GRADIENT, describe, is_experts, weights_of
 from moe_ops.hf.stored import StoredFormat, stored_format
-from moe_ops.hf.subclass import subclass
+from moe_ops.interop.subclass import subclass
 from moe_ops.main_grad import main_grads
 from moe_ops.ops import experts, experts_accumulating, experts_over_ranks, sum_ranks
 from moe_ops.ops.activate import Activation

@@ -3,7 +3,6 @@ them where it was written before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from moe_ops.hf.experts import is_experts
 from moe_ops.hf.report import info_once
 from moe_ops.hf.rules import RULES, Arguments, Rule, router_fingerprint
-from moe_ops.hf.subclass import CopiedAsItWas, former_class, subclass
+from moe_ops.interop.subclass import CopiedAsItWas, Swapped
 from moe_ops.ops import route_recording, route_replaying
 from moe_ops.ops.route_recording import write_rows
 
@@ -122,39 +121,6 @@ def _number(path: str, what: str, sources: list[Any], names: tuple[str, ...]) ->
     raise ValueError(f"{path} does not say how many {what} it has, by none of {', '.join(names)}")
 
 
-class Swapped:
-    """Modules that have another class for a while, and what its forward reads."""
-
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def swap(
-        self, module: nn.Module, first: type, buffers: Mapping[str, Tensor | None], key: str = ""
-    ) -> None:
-        """Put a class before that of a module, with buffers that no state dict holds, and the key
-        of a rule."""
-        had = getattr(module, RULE, "")
-        for name, t in buffers.items():
-            module.register_buffer(name, t, persistent=False)
-        if key:
-            setattr(module, RULE, key)
-        module.__class__ = subclass(first, type(module))  # type: ignore[arg-type]
-
-        def undo() -> None:
-            module.__class__ = former_class(module)
-            for name in buffers:
-                delattr(module, name)
-            if key and not had:
-                delattr(module, RULE)
-
-        self._undo.append(undo)
-
-    def undo(self) -> None:
-        """Give all modules what they had."""
-        while self._undo:
-            self._undo.pop()()
-
-
 def recording(
     layers: list[Routed], ids: list[Tensor], weights: list[Tensor] | None, at: Tensor
 ) -> Swapped:
@@ -165,7 +131,7 @@ def recording(
         if layer.router is None:
             swapped.swap(layer.experts, RecordingExperts, buffers)
         else:
-            swapped.swap(layer.router, RecordingRouter, buffers, layer.key)
+            swapped.swap(layer.router, RecordingRouter, buffers, {RULE: layer.key})
     return swapped
 
 
@@ -178,7 +144,7 @@ def replaying(layers: list[Routed], ids_LSK: Tensor, weights_LSK: Tensor | None)
             swapped.swap(layer.experts, ReplayingExperts, buffers)
         else:
             assert layer.router is not None, "see `replay_refusal`"
-            swapped.swap(layer.router, ReplayingRouter, {GIVEN_IDS: ids_LSK[i]}, layer.key)
+            swapped.swap(layer.router, ReplayingRouter, {GIVEN_IDS: ids_LSK[i]}, {RULE: layer.key})
     return swapped
 
 

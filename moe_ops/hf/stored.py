@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe_ops.hf.subclass import former_class, new_object, subclass
+from moe_ops.interop.subclass import former_class, new_object, subclass
 from moe_ops.ops.activate import Activation
 from moe_ops.prepared import HoldsExperts, Stored, as_given
 from moe_ops.quant.module import HoldsCodes

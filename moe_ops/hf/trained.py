@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moe_ops.hf.adapters.held import CHILD
 from moe_ops.hf.experts import DOUBLE, describe, is_experts, require_no_main_grad, run
 from moe_ops.hf.stored import stored_format
-from moe_ops.hf.subclass import CopiedAsItWas, subclass
+from moe_ops.interop.subclass import CopiedAsItWas, subclass
 from moe_ops.registry.gradients import needs_grad
 
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from moe_ops.checks.shapes import INDICES, check_float, check_size, check_tensor
+from moe_ops.checks.shapes import check_float, check_size
 from moe_ops.layer import invariant
 from moe_ops.layer.checks import check_arguments, check_input
+from moe_ops.layer.chosen import chosen
 from moe_ops.layer.exchange import Exchange, agreed_rows
 from moe_ops.layer.operands import operands_of
 from moe_ops.layer.options import Routing
@@ -47,7 +48,7 @@ from moe_ops.layer.tensors import (
     own_part,
     tensor_specs,
 )
-from moe_ops.ops import expert_loads, route
+from moe_ops.ops import expert_loads
 from moe_ops.ops.activate import Activation, check_activation
 from moe_ops.ops.linear_layers import apply_linear
 from moe_ops.parallel.config import ParallelConfig
@@ -56,7 +57,6 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
-from moe_ops.registry.invariance import invariant_if
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.11
@@ -317,14 +317,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         """
         check_float("logits_TE", logits_TE, 2)
         check_size("logits_TE", logits_TE, 1, self.num_experts, "the experts of the layer")
-        if self.routing.custom is not None:
-            weights_TK, ids_TK = self.routing.custom(x_TD, logits_TE, self.top_k)
-            check_tensor("the custom routing's ids_TK", ids_TK, 2, INDICES)
-            check_size("the custom routing's ids_TK", ids_TK, 1, self.top_k, "top_k")
-        else:
-            options, bias_E = self.routing.options, self.correction_bias
-            choose = invariant_if(self.batch_invariant, route)
-            weights_TK, ids_TK = choose(logits_TE, self.top_k, bias_E, **options)
+        weights_TK, ids_TK = self.choose(x_TD, logits_TE)
         if self.replica_counts is not None:
             # Ranks that are given the same tokens choose alike.
             start = 0 if self.exchange is None else self.parallel.rank // self.exchange.sharers
@@ -332,6 +325,10 @@ class MoELayer(HoldsExperts, HoldsCodes):
         if not self.placement.shared:
             return weights_TK, ids_TK
         return with_fused(weights_TK, ids_TK, self.placement, own=self.exchange is not None)
+
+    def choose(self, x_TD: Tensor, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and ids [T, top_k] that the routing chooses, whoever serves them."""
+        return chosen(self, x_TD, logits_TE)
 
     def run_experts(self, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
         """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""

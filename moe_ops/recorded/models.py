@@ -14,12 +14,15 @@ from torch import nn
 from moe_ops.checks.options import check_flag, check_int, check_type
 from moe_ops.installed import inside_of_peft, is_transformers_model, require_transformers
 from moe_ops.interop.told import TOLD, Told, tell
+from moe_ops.recorded import bare
 from moe_ops.recorded.ring import Rings
 from moe_ops.recorded.routing import MOST_EXPERTS, RecordedRouting
 from moe_ops.recorded.windows import Windows
 
 if TYPE_CHECKING:
     from moe_ops.hf.routed import Routed
+
+    Layer = Routed | bare.Bare
 
 TOKENS = 16384  # rows of a ring, unless said otherwise
 
@@ -44,7 +47,7 @@ class Recording:
 class Replay:
     """The record that a model's routers take."""
 
-    def __init__(self, windows: Windows, layers: list[Routed]) -> None:
+    def __init__(self, windows: Windows, layers: list[Layer]) -> None:
         self._windows, self._layers = windows, layers
 
     @property
@@ -80,8 +83,9 @@ def record_routing(
             model.generate(input_ids, max_new_tokens=100)
         recording.take().joined().save("routing.safetensors")
 
-    model: a model of transformers, the one that is called: what `compile` returned, or one that is
-    not compiled. All calls in the context are recorded: forwards, prompts and steps of `generate`,
+    model: a model of transformers, or any module whose experts are `MoELayer`s, called with ids or
+    floats [..., tokens, width]; the one that is called: what `compile` returned, or one that is not
+    compiled. All calls in the context are recorded: forwards, prompts and steps of `generate`,
     captured ones, too, and training. Results stay as they are. weights: record routing weights,
     too, in float32. tokens: rows of the rings on the device, `tokens * layers * top_k` numbers of
     two bytes (of six with weights); a call has to fit into them, a compiled one of up to 4096
@@ -95,7 +99,7 @@ def record_routing(
     change places. Where compiled code is first called inside, and first called outside again, it is
     looked up or compiled anew, and steps are captured anew.
 
-    Raises TypeError for other models, ValueError for a model without experts, for layers that
+    Raises TypeError for what is no module, ValueError for a model without experts, for layers that
     differ in experts or choices, for more experts than two bytes tell apart, for experts on several
     devices, and for a model that is recorded or replayed already. A call of more tokens than the
     rings have raises ValueError.
@@ -103,14 +107,12 @@ def record_routing(
     check_flag("weights", weights)
     check_int("tokens", tokens, least=1)
     layers = _layers_of(model)
-    from moe_ops.hf.routed import recording
-
     first = layers[0]
     rings = Rings(
         tuple(layer.name for layer in layers), first.num_experts, first.top_k, tokens,
         weights=weights, device=_device(layers),
     )  # fmt: skip
-    swapped = recording(layers, rings.ids, rings.weights, rings.at)
+    swapped = _kind_of(model).recording(layers, rings.ids, rings.weights, rings.at)
     with _told(model, rings, swapped):
         yield Recording(rings)
 
@@ -134,25 +136,23 @@ def replay_routing(
     Run the backward of a call before the next call where activations are checkpointed: what is
     computed again reads the experts of the last call.
 
-    Raises TypeError or ValueError, and changes nothing, for other models, for a record of other
+    Raises TypeError or ValueError, and changes nothing, for what is no model, for a record of other
     layers, experts or choices, without weights where these are asked for, and for routers that
     cannot weigh given experts. A call of other sizes than the record's next one, and one more than
     it has, raises ValueError.
     """
     check_flag("weights", weights)
-    layers = _layers_of(model)
+    layers, kind = _layers_of(model), _kind_of(model)
     _check_fits(recorded, layers, weights=weights)
-    from moe_ops.hf.routed import replay_refusal, replaying
-
     for layer in layers:
-        reason = None if weights else replay_refusal(layer)
+        reason = None if weights else kind.replay_refusal(layer)
         if reason is not None:
             raise ValueError(
                 f"{layer.name} cannot weigh given experts: {reason}; record with weights=True and "
                 "replay these with weights=True"
             )
     windows = Windows.of(recorded, weights=weights, device=_device(layers))
-    swapped = replaying(layers, windows.ids_LSK, windows.weights_LSK)
+    swapped = kind.replaying(layers, windows.ids_LSK, windows.weights_LSK)
     with _told(model, windows, swapped):
         yield Replay(windows, layers)
 
@@ -180,25 +180,35 @@ def _told(model: nn.Module, told: Told, swapped: Any) -> Iterator[None]:
         swapped.undo()
 
 
-def _layers_of(model: nn.Module) -> list[Routed]:
-    check_type("model", model, nn.Module, "a model of transformers")
-    inside = inside_of_peft(model)
-    if not is_transformers_model(inside):
-        raise TypeError(
-            f"model must be a model of transformers, got {type(model).__name__}; of other models "
-            "call moe_ops.route_recording and route_replaying in the place of route"
-        )
+def _kind_of(model: nn.Module) -> Any:
+    """What knows the layers of a model: those of transformers, or bare ones."""
+    if not is_transformers_model(inside_of_peft(model)):
+        return bare
     require_transformers("routings of a model of transformers")
-    from moe_ops.hf.routed import routed_of
+    from moe_ops.hf import routed
 
+    return routed
+
+
+def _layers_of(model: nn.Module) -> list[Layer]:
+    check_type("model", model, nn.Module, "a model of transformers, or one with MoELayers")
+    inside = inside_of_peft(model)
     if TOLD in vars(inside):
         raise ValueError(
             f"routings of this {type(model).__name__} are recorded or replayed already; leave the "
             "context around this one first"
         )
-    layers = routed_of(inside)
+    layers: list[Layer]
+    if is_transformers_model(inside):
+        layers = _kind_of(model).routed_of(inside)
+    else:
+        layers = [*bare.bare_of(inside)]
     if not layers:
-        raise ValueError(f"this {type(model).__name__} has no experts, and so no routing")
+        raise ValueError(
+            f"this {type(model).__name__} has no experts that are known, and so no routing: it is "
+            "no model of transformers and has no MoELayer; in the place of route call "
+            "moe_ops.route_recording and route_replaying"
+        )
     for name, numbers in (
         ("experts", {layer.num_experts for layer in layers}),
         ("choices", {layer.top_k for layer in layers}),
@@ -216,7 +226,7 @@ def _layers_of(model: nn.Module) -> list[Routed]:
     return layers
 
 
-def _check_fits(recorded: RecordedRouting, layers: list[Routed], *, weights: bool) -> None:
+def _check_fits(recorded: RecordedRouting, layers: list[Layer], *, weights: bool) -> None:
     """Raise TypeError or ValueError unless a record is one of a model with such layers."""
     check_type("recorded", recorded, RecordedRouting, "what record_routing recorded, or was loaded")
     first = layers[0]
@@ -243,7 +253,7 @@ def _is_compiled(model: nn.Module) -> bool:
     return "_moe_ops_fallback" in vars(model) or call.__module__.startswith("moe_ops.")
 
 
-def _device(layers: list[Routed]) -> torch.device:
+def _device(layers: list[Layer]) -> torch.device:
     """Where the experts are. Raises ValueError if that is in several places."""
     held = (chain(m.experts.parameters(), m.experts.buffers()) for m in layers)
     devices = {t.device for tensors in held for t in tensors}

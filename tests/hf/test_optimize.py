@@ -20,7 +20,7 @@ import moe_ops.hf.experts as adapter
 from moe_ops.forward.regions import call_module
 from moe_ops.hf.fp8 import fp8_experts_forward
 from moe_ops.hf.optimize import OptimizedRouter
-from moe_ops.hf.subclass import former_class
+from moe_ops.interop.subclass import former_class
 from moe_ops.testing import Tol, assert_close
 from tests.chosen import one_in
 from tests.hf import families

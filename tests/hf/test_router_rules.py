@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import moe_ops
 from moe_ops.hf.optimize import OptimizedRouter
 from moe_ops.hf.rules import RULES
-from moe_ops.hf.subclass import former_class
+from moe_ops.interop.subclass import former_class
 from tests.hf import families
 from tests.hf.overrides import EXPERTS as E
 

@@ -23,7 +23,7 @@ from moe_ops.hf.adapters.held import CHILD, MOST_RANK, Bank, Factors, HoldsAdapt
 from moe_ops.hf.experts import describe, is_experts, run
 from moe_ops.hf.optimize import optimize
 from moe_ops.hf.stored import StoredFormat, stored_format
-from moe_ops.hf.subclass import former_class, new_object, subclass
+from moe_ops.interop.subclass import former_class, new_object, subclass
 from moe_ops.interop.switches import Board, Switches
 
 TARGETS = ("w13", "w2")

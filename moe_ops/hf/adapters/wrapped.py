@@ -21,7 +21,7 @@ from moe_ops.hf.adapters.held import (
 )
 from moe_ops.hf.experts import describe, is_experts, run
 from moe_ops.hf.report import warn_once
-from moe_ops.hf.subclass import former_class, new_object, subclass
+from moe_ops.interop.subclass import former_class, new_object, subclass
 from moe_ops.interop.switches import INSIDE, Board, Switches, switches_of_peft
 
 OURS = ("bank", "board")
