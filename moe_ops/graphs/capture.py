@@ -22,6 +22,7 @@ from moe_ops.graphs.report import BucketReport
 from moe_ops.graphs.room import with_room
 from moe_ops.graphs.runner import Lane, Lanes, Size, put
 from moe_ops.interop.switches import BY_SEQUENCE
+from moe_ops.interop.told import padded, told_of
 from moe_ops.layer import MoELayer
 from moe_ops.planning.plan import Plan
 
@@ -101,6 +102,7 @@ class GraphRunner:
         if reason is not None:
             return self._uncaptured(reason, args)
         tokens = self.buckets[bisect_left(self.buckets, T)]
+        told = None if self._module is None else told_of(self._module)
 
         def run() -> Any:
             lane = self._lanes.of_current(args[0].device)
@@ -110,14 +112,21 @@ class GraphRunner:
                     return _cut(bucket.replay(), tokens, T)
             return self._uncaptured(str(bucket.refusal), args)
 
-        return with_room(run, self._drop)
+        with padded(told, args[: self.varying], tokens):
+            return with_room(run, self._drop)
 
     def warmup(self, *args: Any) -> None:
         """Capture every bucket, the largest first, so that the smaller ones fit into its memory.
 
-        `args` are those of any later call; the values of the first `varying` do not matter.
+        `args` are those of any later call; the values of the first `varying` do not matter. Raises
+        ValueError while routings of the module are recorded or replayed: that is of calls.
         """
         self._tokens(args)
+        if self._module is not None and told_of(self._module) is not None:
+            raise ValueError(
+                "a warm-up is no call whose routings could be recorded or replayed; leave it out, "
+                "and the first call of a size captures its graph"
+            )
         fixed, layout = self._read(args)
         reason = self._refusal(args, fixed, self.buckets[0])
         if reason is not None:
@@ -163,7 +172,8 @@ class GraphRunner:
         """What is read where it is, and what calls have in common that a graph serves."""
         leaves, structure = pytree.tree_flatten((self._module, args[self.varying :]))
         modules = [x for x in leaves if isinstance(x, nn.Module)]
-        fixed = [*leaves, *(t for module in modules for t in state_of(module))]
+        told = () if self._module is None else (type(told_of(self._module)),)
+        fixed = [*leaves, *told, *(t for module in modules for t in state_of(module))]
         varying = ((x.shape[1:], x.dtype) for x in args[: self.varying])
         return fixed, (structure, *varying, *identities(fixed))
 

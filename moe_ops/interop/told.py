@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -52,15 +54,44 @@ def begin(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
 def tell(
     told: Told, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_compiled: bool = False
 ) -> None:
-    """Tell of a call with these arguments. Raises ValueError for one without tokens."""
+    """Tell of a call with these arguments, unless it was told ahead. Raises ValueError for one
+    without tokens."""
+    if _ahead.get():
+        return
+    sizes = _sizes(args, kwargs)
+    is_small = sizes[0] * sizes[1] <= MOST_PADDED
+    told.begin(*sizes, *sizes, may_grow=is_compiled and is_small)
+
+
+@contextmanager
+def padded(told: Told | None, args: Sequence[Any], rows: int) -> Iterator[None]:
+    """A call of a model whose tensors count so many rows, padded, where the call has fewer: it is
+    told of once, however often the model runs inside. Raises ValueError for one without tokens."""
+    if told is None:
+        yield
+        return
+    batch, tokens = _sizes(args, {})
+    flat = next(x.dim() == 2 and x.is_floating_point() for x in args if isinstance(x, Tensor))
+    told.begin(batch, tokens, *((1, rows) if flat else (rows, tokens)))
+    token = _ahead.set(True)
+    try:
+        yield
+    finally:
+        _ahead.reset(token)
+
+
+# Whether calls in here were told ahead.
+_ahead: ContextVar[bool] = ContextVar("moe_ops_told_ahead", default=False)
+
+
+def _sizes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
     sizes = sizes_of(args, kwargs)
     if sizes is None:
         raise ValueError(
             "routings are recorded and replayed by tokens, and this call has none: give input_ids "
             "[sequences, tokens], or inputs_embeds or x [..., tokens, width]"
         )
-    is_small = sizes[0] * sizes[1] <= MOST_PADDED
-    told.begin(*sizes, *sizes, may_grow=is_compiled and is_small)
+    return sizes
 
 
 def sizes_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:

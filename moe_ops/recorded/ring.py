@@ -79,7 +79,8 @@ class Rings:
         if self.at.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a model whose routings are recorded is captured in a graph of your own, whose "
-                "replays nobody counts; stop recording, or have moe_ops.compile capture it"
+                "replays nobody counts; stop recording, or have moe_ops.compile or "
+                "moe_ops.capture capture it"
             )
         n = rows * width
         room = 2 * n + n // 8 + rows if may_grow else n  # padded, and tried so before

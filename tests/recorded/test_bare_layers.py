@@ -182,7 +182,7 @@ def test_captured_calls_are_recorded_and_replayed() -> None:
     model = made()
     inputs = [given(T, seed=T) for T in (3, 5, 4, 2)]
     want = record_of(model, *inputs)
-    with moe_ops.record_routing(model) as recording:
+    with moe_ops.record_routing(model) as recording, torch.no_grad():
         recorder = Recorder()
         run = runner(model, recorder, buckets=(8,))
         for x in inputs:
@@ -192,7 +192,7 @@ def test_captured_calls_are_recorded_and_replayed() -> None:
     assert got.calls == want.calls and torch.equal(got.ids_TLK, want.ids_TLK)
     with moe_ops.replay_routing(model, others(want)), torch.no_grad():
         moved = [model(x) for x in inputs]
-    with moe_ops.replay_routing(model, others(want)):
+    with moe_ops.replay_routing(model, others(want)), torch.no_grad():
         run = runner(model, Recorder(), buckets=(8,))
         for x, expected in zip(inputs, moved, strict=True):
             assert_close(run(x), expected, TOL["moe", F32])
@@ -225,7 +225,14 @@ def differing() -> None:
     record_of(model, given(2))
 
 
+def warmed_up() -> None:
+    model = made()
+    with moe_ops.record_routing(model), torch.no_grad():
+        runner(model, Recorder(), buckets=(8,)).warmup(given(2))
+
+
 WRONG: dict[str, tuple[Any, str]] = {
+    "warmed_up": (warmed_up, "leave it out, and the first call of a size captures its graph"),
     "no_layers": (lambda: record_of(nn.Linear(32, 32), given(2)), "has no MoELayer; in the place"),
     "custom": (custom_weights, "layers.0 cannot weigh given experts: its routing is a function"),
     "differing": (differing, "layers have other numbers of experts each"),
