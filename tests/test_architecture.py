@@ -273,7 +273,8 @@ def names_in(folder: str) -> set[str]:
 
 # What the definitions and the gradients of several ops share.
 SHARED = {
-    "adapters", "experts_products", "gradients", "gradients_adapted", "routing_methods", "splits",
+    "adapters", "by_choice", "experts_products", "gradients", "gradients_adapted",
+    "routing_methods", "splits",
 }  # fmt: skip
 
 
