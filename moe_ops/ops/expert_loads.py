@@ -33,7 +33,12 @@ def check(call: ExpertLoadsCall) -> None:
         check_devices(call.ids_TK, expert_map=expert_map)
 
 
-@op(check=check)
+def counts(call: ExpertLoadsCall) -> str:
+    """The arithmetic of any backend: sums of integers, which are exact."""
+    return "exact counts"
+
+
+@op(check=check, arithmetic=counts)
 def expert_loads(call: ExpertLoadsCall) -> Tensor:
     """Count the pairs of each expert: loads_e = |{(t, k) : ids_TK[t, k] = e}|, int64
     [num_experts].
