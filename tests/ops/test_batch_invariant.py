@@ -1,0 +1,108 @@
+"""Calls that have to be batch invariant, on CPUs: a row's bits are those that it has alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_ops
+from moe_ops import experts
+from moe_ops.ops.experts import ExpertsCall
+from moe_ops.quant.schemes import SCHEMES
+from moe_ops.testing import BF16, F32, Case, make_layer
+from tests.chosen import those_of
+from tests.company import alone, assert_invariant, batches
+from tests.independent_rows import call_of, rows_of
+
+FLOATS = ("", "")
+# Every pair of formats of which there is a scheme, those of weights alone among them, and floats.
+PAIRS = list(dict.fromkeys([FLOATS, *(p for s in SCHEMES.values() for p in s.pairs() if p[0])]))
+QUICK = (FLOATS, ("int8:row", "int8:row"), ("mxfp4", ""), ("mxfp4", "float8_e4m3fn:row"))
+# What no kernel of the CPU multiplies, and libraries do by the number of rows.
+REFUSED = [p for p in PAIRS if "mxfp6" in p[0] or p[1][:2] in ("mx", "nv") or p[0] == "nvfp4"]
+CASE = Case(name="mates", T=6, E=4, K=2, D=256, I=256)
+ODD = Case(name="odd", T=5, E=3, K=2, D=91, I=38)
+FEW, MANY = 8, 200
+each_number = pytest.mark.parametrize(
+    "number", [FEW, pytest.param(MANY, marks=pytest.mark.every)], ids=str
+)
+each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+
+
+def layer(formats: tuple[str, str], dtype: torch.dtype, case: Case = CASE) -> ExpertsCall:
+    weights, inputs = formats
+    if weights:
+        call = call_of(weights, inputs or "float8_e4m3fn:row", dtype, case)
+        return call if inputs else replace(call, x_format="")
+    made = make_layer(case, dtype)
+    given = (made.x_TD, made.weights_TK, made.ids_TK, made.w13_EFD, made.w2_EDI)
+    return ExpertsCall(*given)
+
+
+def run(call: ExpertsCall) -> Tensor:
+    with moe_ops.using(batch_invariant=True):
+        out: Tensor = experts(*experts.arguments.flat(call))
+    return out
+
+
+served = [p for p in PAIRS if p not in REFUSED]
+
+
+@each_number
+@each_dtype
+@pytest.mark.parametrize("formats", those_of(QUICK, served), ids="-".join)
+def test_in_any_company(formats: tuple[str, str], dtype: torch.dtype, number: int) -> None:
+    assert_invariant(run, layer(formats, dtype), number)
+
+
+@each_number
+@each_dtype
+def test_widths_that_fill_no_register(dtype: torch.dtype, number: int) -> None:
+    assert_invariant(run, layer(FLOATS, dtype, ODD), number)
+
+
+def test_the_property_is_of_the_mode() -> None:
+    """Of many rows others are multiplied than of one, where nobody asks for the same bits."""
+    call = layer(("uint4:1x64", ""), F32)
+    found = [batch for kind, _, _, batch in batches(call, FEW) if kind == "copies"]
+    differ = False
+    for batch in found:
+        got = experts(*experts.arguments.flat(batch))
+        differ |= not torch.equal(rows_of(got, slice(None)), rows_of(run(batch), slice(None)))
+    assert found and differ
+    one = next(iter(batches(call, 1)))[3]
+    assert torch.equal(run(one), alone(one, lambda c: experts(*experts.arguments.flat(c))))
+
+
+@pytest.mark.parametrize("formats", those_of([("mxfp8", "mxfp8")], REFUSED), ids="-".join)
+def test_who_cannot_says_why(formats: tuple[str, str]) -> None:
+    with pytest.raises(NotImplementedError) as raised:
+        run(layer(formats, BF16))
+    assert "experts gives these rows the same bits in any batch" in str(raised.value)
+
+
+def test_one_scale_of_all_tokens_is_refused() -> None:
+    call = replace(layer(("int8:row", "int8:tensor"), F32), x_scale=None, h_scale=None)
+    with pytest.raises(NotImplementedError) as raised:
+        run(call)
+    assert "cpu: is not batch invariant: one scale for all tokens is made of" in str(raised.value)
+
+
+def test_libraries_are_refused_by_name() -> None:
+    with moe_ops.using("aten", "experts"), pytest.raises(NotImplementedError) as raised:
+        run(layer(FLOATS, F32))
+    assert "aten: is not batch invariant: its sums may depend on the number" in str(raised.value)
+
+
+def test_an_infinite_neighbour_changes_no_overflow() -> None:
+    """Sums with zero points are made again of tokens that are infinite, and of no others."""
+    call = layer(("uint4:1x64", ""), F32)
+    huge = replace(call, x_TD=call.x_TD * 1e38)
+    infinite = replace(huge, x_TD=huge.x_TD.clone())
+    infinite.x_TD[-1] = float("inf")
+    got, want = run(infinite)[:-1], run(huge)[:-1]
+    assert torch.equal(rows_of(got, slice(None)), rows_of(want, slice(None)))
+    assert not bool(want.isfinite().all())
