@@ -1,9 +1,12 @@
 """The backend "cpu" of the stages that are no products: the kernels of libmoe_ops, where it was
-loaded before this package was imported. Elsewhere PyTorch runs them, but for the sum of a token's
-rows in invariant calls, which is to have the bits of the one that `experts` makes.
+loaded before this package was imported. Elsewhere PyTorch runs them, but for calls that have to be
+batch invariant: the last numbers of a tensor, which fill no register, PyTorch computes by other
+functions than the rest.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor
 
@@ -18,15 +21,31 @@ from moe_ops.registry.gradients import needs_grad
 from moe_ops.registry.invariance import INVARIANT
 
 
+def unwanted() -> str | None:
+    """Why PyTorch is the better choice for any call, or why nothing else can run it; or None."""
+    if loaded.library() is not None:
+        return None
+    if not INVARIANT.get():
+        return "is for libmoe_ops, if it is loaded, and for calls that have to be batch invariant"
+    return kernels.unavailable()
+
+
+def arithmetic(call: Any) -> str:
+    """How the kernels compute a row: each by itself, in one order."""
+    return "cpu"
+
+
 def _refuse(*tensors: Tensor) -> str | None:
     if needs_grad(*tensors):
         return "is not differentiable, and an argument requires grad"
     dtype = tensors[0].dtype
-    return None if dtype in stages.DTYPES else f"needs float32 or bfloat16, got {dtype}"
+    return unwanted() if dtype in stages.DTYPES else f"needs float32 or bfloat16, got {dtype}"
 
 
 def supports_dispatch(call: DispatchCall) -> str | None:
-    return "is not differentiable, and x_TD requires grad" if needs_grad(call.x_TD) else None
+    if needs_grad(call.x_TD):
+        return "is not differentiable, and x_TD requires grad"
+    return unwanted()
 
 
 def run_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,19 +64,9 @@ def run_activate(call: ActivateCall) -> Tensor:
 
 
 def supports_combine(call: CombineCall) -> str | None:
-    if loaded.library() is None and not INVARIANT.get():
-        return "sums where libmoe_ops is loaded, and in calls that are batch invariant"
-    return _refuse(call.y_RD, call.weights_TK) or kernels.unavailable()
+    return _refuse(call.y_RD, call.weights_TK)
 
 
-def as_in_experts(call: CombineCall) -> str:
-    """The arithmetic of the sum that the kernels of `experts` make."""
-    return "each product and sum at once, rounded to float32, in the order of choices"
-
-
-@combine.backend(
-    "cpu", supports=supports_combine, devices=("cpu",), priority=1, arithmetic=as_in_experts
-)
 def run_combine(call: CombineCall) -> Tensor:
     """`combine` that reads each row once."""
     y_RD, weights_TK = with_rows(call.y_RD), call.weights_TK
@@ -66,10 +75,7 @@ def run_combine(call: CombineCall) -> Tensor:
     return stages.combine(y_RD, contiguous(weights_TK), contiguous(call.rows_R))
 
 
-if loaded.library() is not None:
-    dispatch.backend(
-        "cpu", reads=("expert_map",), supports=supports_dispatch, devices=("cpu",), priority=1
-    )(run_dispatch)
-    activate.backend(
-        "cpu", reads=reads.ACTIVATION, supports=supports_activate, devices=("cpu",), priority=1
-    )(run_activate)
+OPTIONS: dict[str, Any] = {"devices": ("cpu",), "priority": 1, "arithmetic": arithmetic}
+dispatch.backend("cpu", reads=("expert_map",), supports=supports_dispatch, **OPTIONS)(run_dispatch)
+activate.backend("cpu", reads=reads.ACTIVATION, supports=supports_activate, **OPTIONS)(run_activate)
+combine.backend("cpu", supports=supports_combine, **OPTIONS)(run_combine)

@@ -12,6 +12,7 @@ from moe_ops.ops.expert_wgrad_onto import check_main_grad
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.experts import check as check_experts
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import by_parts
 from moe_ops.registry.spec import op
 from moe_ops.registry.watched import transforms
 
@@ -54,7 +55,7 @@ def check(call: ExpertsAccumulatingCall) -> None:
             check_main_grad(name, grad, weight.shape, weight.device)
 
 
-@op(check=check)
+@op(check=check, arithmetic=by_parts)
 def experts_accumulating(call: ExpertsAccumulatingCall) -> Tensor:
     """Run `experts`; a backward adds the gradients of weights to main_grad13_EFD and
     main_grad2_EDI, and gives none of these weights.

@@ -13,6 +13,7 @@ from moe_ops.ops.combine import combine
 from moe_ops.ops.experts import ExpertsCall, restored
 from moe_ops.ops.experts import check as check_experts
 from moe_ops.ops.experts_products import first_product, second_product
+from moe_ops.registry.invariance import by_parts
 from moe_ops.registry.spec import op
 
 # The arguments of `experts` of which there are no gradients: its inputs are rounded then.
@@ -34,7 +35,7 @@ def check(call: ExpertsSavingCall) -> None:
     check_experts(call.layer)
 
 
-@op(check=check)
+@op(check=check, arithmetic=by_parts)
 def experts_saving(call: ExpertsSavingCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `experts`, and keep what its gradients are made of. Returns (out_TD, y_RF, rows_R,
     ends_E).

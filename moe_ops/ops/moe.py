@@ -22,6 +22,7 @@ from moe_ops.ops.activate import check_activation
 from moe_ops.ops.experts import OF_CODES, ExpertsCall, check_weights, experts
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.ops.route import check as check_route
+from moe_ops.registry.invariance import by_parts
 from moe_ops.registry.spec import op
 
 
@@ -77,7 +78,7 @@ def check(call: MoeCall) -> None:
     check_devices(layer.x_TD, logits_TE=logits_TE, expert_map=layer.expert_map)
 
 
-@op(check=check, remembers=True)
+@op(check=check, remembers=True, arithmetic=by_parts)
 def moe(call: MoeCall) -> Tensor:
     """Route the tokens by their logits and run them through their experts: `experts(x,
     *route(logits, ...), ...)`.

@@ -215,7 +215,7 @@ def test_no_interruption_turns_anything_off(
     monkeypatch.setattr(check, "_run", interrupt)
     size, pool, device = Size(), GraphPool(interrupt), torch.device("cpu")
     program = check.Program(tokens=1, leaves=(), steps=(), results=())
-    for compiles in (cpu.library, transpose._library):
+    for compiles in (cpu.plain_library, transpose._library):
         compiles.cache_clear()
     cpu.unavailable.cache_clear()
     with caplog.at_level(logging.INFO, "moe_ops"):

@@ -106,3 +106,28 @@ def test_an_infinite_neighbour_changes_no_overflow() -> None:
     got, want = run(infinite)[:-1], run(huge)[:-1]
     assert torch.equal(rows_of(got, slice(None)), rows_of(want, slice(None)))
     assert not bool(want.isfinite().all())
+
+
+@each_dtype
+def test_a_forward_that_saves_for_a_backward(dtype: torch.dtype) -> None:
+    """Its rows, too, have the bits that they have alone."""
+    call = layer(FLOATS, dtype, ODD)
+
+    def train(c: ExpertsCall) -> Tensor:
+        trained = replace(c, w2_EDI=c.w2_EDI.clone().requires_grad_())
+        out = run(trained)
+        assert out.requires_grad
+        return out.detach()
+
+    assert_invariant(train, call, FEW)
+    trained = replace(call, w13_EFD=call.w13_EFD.clone().requires_grad_())
+    run(trained).sum().backward()
+    assert trained.w13_EFD.grad is not None and bool(trained.w13_EFD.grad.isfinite().all())
+
+
+def test_an_activation_fills_no_register() -> None:
+    """PyTorch computes the last numbers of a tensor by other functions than the rest."""
+    y_RF = torch.randn(67, 22)
+    with moe_ops.using(batch_invariant=True):
+        want = torch.cat([moe_ops.activate(y_RF[r : r + 1]) for r in range(len(y_RF))])
+        assert torch.equal(moe_ops.activate(y_RF), want)

@@ -78,23 +78,22 @@ _SIGNATURES = {
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The library of these kernels and of `stages.py`."""
-    found = loaded.library() or built(loaded.text_of(SOURCES), "", FLAGS)
+def plain_library() -> ctypes.CDLL:
+    library = loaded.library() or built(loaded.text_of(SOURCES), "", FLAGS)
     for name, signature in _SIGNATURES.items():
         for dtype in ("bfloat16", "float32"):
-            function = getattr(found, f"{name}_{dtype}")
+            function = getattr(library, f"{name}_{dtype}")
             function.argtypes = signature
             function.restype = ctypes.c_bool if name == "moe_gemm" else None
-    found.moe_route.argtypes = [ctypes.POINTER(_Router), *[c_void_p] * 5]
-    found.moe_route.restype = None
-    return found
+    library.moe_route.argtypes = [ctypes.POINTER(_Router), *[c_void_p] * 5]
+    library.moe_route.restype = None
+    return library
 
 
 @functools.cache
 def unavailable() -> str | None:
     """Why the kernels cannot be compiled here, or None; the first call compiles them."""
-    return refusal_of(library, "")
+    return refusal_of(plain_library, "")
 
 
 def refusal_of(compiled: Callable[[], object], which: str) -> str | None:
@@ -124,7 +123,9 @@ def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_
     """
     E, F, D = w_EFD.shape
     run = (
-        library().moe_gemm_bfloat16 if x_RD.dtype == torch.bfloat16 else library().moe_gemm_float32
+        plain_library().moe_gemm_bfloat16
+        if x_RD.dtype == torch.bfloat16
+        else plain_library().moe_gemm_float32
     )
     done: bool = run(
         *(w_EFD.data_ptr(), w_EFD.stride(0), w_EFD.stride(1), 1, pointer(bias_EF)),
@@ -191,9 +192,9 @@ def experts(
     )  # fmt: skip
     out_TD = x_TD.new_empty(x_TD.shape)
     run = (
-        library().moe_experts_bfloat16
+        plain_library().moe_experts_bfloat16
         if x_TD.dtype == torch.bfloat16
-        else library().moe_experts_float32
+        else plain_library().moe_experts_float32
     )
     run(
         layer,
@@ -231,7 +232,7 @@ def route(
     )
     weights_TK = logits_TE.new_empty(T, top_k)
     ids_TK = torch.empty(T, top_k, dtype=torch.int32)
-    library().moe_route(
+    plain_library().moe_route(
         router,
         *(logits_TE.data_ptr(), pointer(bias_E), pointer(per_expert_scale_E)),
         *(weights_TK.data_ptr(), ids_TK.data_ptr()),

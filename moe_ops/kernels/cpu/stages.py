@@ -1,4 +1,5 @@
-"""The stages of a layer that are no products, by kernels that are built with those of experts."""
+"""The stages of a layer that are no products, by the kernels of libmoe_ops where it is loaded, else
+by those that are compiled on first use."""
 
 from __future__ import annotations
 
@@ -9,8 +10,7 @@ from ctypes import c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from moe_ops.kernels import cpu as kernels
-from moe_ops.kernels.cpu import KINDS, ActivationFields, pointer
+from moe_ops.kernels.cpu import KINDS, ActivationFields, loaded, plain_library, pointer
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -46,7 +46,7 @@ _SIGNATURES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = kernels.library()
+    library = loaded.library() or plain_library()
     for name, signature in _SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = signature, None
