@@ -186,10 +186,15 @@ def divided(model: PreTrainedModel, way: Way) -> PreTrainedModel:
 
 def _of_rows(head: nn.Linear) -> nn.Linear:
     """A copy of the head for the last tokens of prompts. They are a slice [B, 1, D] whose rows lie
-    apart, of which torch makes B products, on a CPU with a copy of the weight for each. It runs
-    beside compiled code, and so is told here whether calls have to be batch invariant."""
+    apart, of which torch makes B products, on a CPU with a copy of the weight for each. One row is
+    contiguous in torch's eyes, and still such a slice, so rows get one axis. It runs beside
+    compiled code, and so is told here whether calls have to be batch invariant."""
     copied = copy.copy(head)
-    copied._compiled_call_impl = lambda x: apply_linear(head, x.contiguous(), INVARIANT.get())
+
+    def of_rows(x: Tensor) -> Tensor:
+        return apply_linear(head, x.flatten(0, -2), INVARIANT.get()).unflatten(0, x.shape[:-1])
+
+    copied._compiled_call_impl = of_rows
     return copied
 
 
