@@ -12,6 +12,7 @@ from moe_ops.quant import packing
 from moe_ops.quant.arguments import check_input_format, check_static_scale
 from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.registry.gradients import needs_grad
+from moe_ops.registry.invariance import Refused
 from moe_ops.registry.spec import op
 
 
@@ -43,7 +44,15 @@ def _refuse_gradient(x_RD: Tensor, scale: Tensor | None) -> None:
         )
 
 
-@op(check=check)
+def arithmetic(call: QuantizeCall) -> str:
+    """That of the definition: of each row by itself one division and one rounding of a value, both
+    exact, unless all rows have one scale, which is made of them."""
+    if call.scale is None and Format.of(call.format).group == TENSOR:
+        return Refused(f"{call.format} takes one scale from all rows; give a static scale")
+    return "each value divided by its scale and rounded"
+
+
+@op(check=check, arithmetic=arithmetic)
 def quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:
     """Round x to a format. Returns (q, scale_RG) with x close to decode(q) * scale.
 
