@@ -103,7 +103,7 @@ def test_a_compiler_that_fails_is_reported_once(
     def broken() -> None:
         raise OSError("no such compiler\nsecond line")
 
-    monkeypatch.setattr(kernels, "_library", broken)
+    monkeypatch.setattr(kernels, "plain_library", broken)
     kernels.unavailable.cache_clear()
     try:
         for _ in range(2):
