@@ -42,7 +42,7 @@ def pick_backend(graph: fx.Graph, context: Context) -> int:
         op = generic_op(node)
         assert op is not None
         call, place = call_of(op, node), Node(name=node.name, layer=layer_of(node))
-        wanted = options.batch_invariant or is_invariant(node)
+        wanted = is_invariant(node) or (options.batch_invariant and not sums_rows(op))
         with context.for_all_sizes():
             choice = choose(op, call, place, replace(rules, batch_invariant=wanted))
         context.choices.append(choice)
@@ -62,6 +62,11 @@ def generic_op(node: fx.Node) -> Op | None:
     if op is None or (target is not op.overload and not is_invariant(node)):
         return None
     return op
+
+
+def sums_rows(op: Op) -> bool:
+    """Whether an op makes gradients, whose sums over rows belong to a batch."""
+    return op.name.endswith("_backward") or op.name.startswith("expert_wgrad")
 
 
 def is_invariant(node: fx.Node) -> bool:

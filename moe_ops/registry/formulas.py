@@ -16,6 +16,7 @@ from torch import _C, Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 
 from moe_ops.registry.gradients import grad_wanted
+from moe_ops.registry.invariance import invariant
 from moe_ops.registry.watched import autocasting, transforms
 
 # Gradients by the names of arguments; None, or no name, where there is none.
@@ -100,7 +101,7 @@ class _ByFormula(torch.autograd.Function):
         wanted = [n for n, w in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if w]
         device, saved = tensors[0].device.type, list(tensors[count:])
         del tensors
-        with _without_autocast(device):
+        with _without_autocast(device), invariant(False):  # it sums over rows
             made: Mapping[str, Tensor | None] = ctx.formula.backward(
                 call, saved, grads, frozenset(wanted)
             )

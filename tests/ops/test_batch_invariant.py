@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import moe_ops
 from moe_ops import experts
+from moe_ops.decode_ops import quantized_linears
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.linear_layers import apply_linear
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
 from moe_ops.testing import BF16, F32, Case, make_layer
 from tests.chosen import those_of
@@ -121,7 +125,8 @@ def test_a_forward_that_saves_for_a_backward(dtype: torch.dtype) -> None:
 
     assert_invariant(train, call, FEW)
     trained = replace(call, w13_EFD=call.w13_EFD.clone().requires_grad_())
-    run(trained).sum().backward()
+    with moe_ops.using(batch_invariant=True):  # a backward sums over rows, whatever is asked for
+        run(trained).sum().backward()
     assert trained.w13_EFD.grad is not None and bool(trained.w13_EFD.grad.isfinite().all())
 
 
@@ -131,3 +136,28 @@ def test_an_activation_fills_no_register() -> None:
     with moe_ops.using(batch_invariant=True):
         want = torch.cat([moe_ops.activate(y_RF[r : r + 1]) for r in range(len(y_RF))])
         assert torch.equal(moe_ops.activate(y_RF), want)
+
+
+@each_dtype
+@pytest.mark.parametrize("format", ["int8:row", pytest.param("q6_k", marks=pytest.mark.every)])
+def test_linear_layers_in_codes(format: str, dtype: torch.dtype) -> None:
+    done = packing.quantize(torch.randn(1, 96, 256), Format.of(format))
+    x_TK = torch.randn(70, 256).to(dtype)
+    given = ([done.values[0]], [done.scale[0]], [None], [None], [None], format)
+    with moe_ops.using(batch_invariant=True):
+        (together,) = quantized_linears(x_TK, *given)
+        for rows in (slice(0, 1), slice(69, 70), slice(3, 20)):
+            assert torch.equal(quantized_linears(x_TK[rows], *given)[0], together[rows])
+
+
+def test_a_linear_layer_of_its_own() -> None:
+    linear = nn.Linear(91, 30)
+    x = torch.randn(2, 40, 91)
+    with torch.inference_mode():
+        whole = apply_linear(linear, x, True)
+        assert torch.equal(apply_linear(linear, x[:1, :3], True), whole[:1, :3])
+        assert torch.allclose(whole, linear(x), atol=1e-5)
+        noted: list[object] = []
+        linear.register_forward_hook(lambda *args: noted.append(args))
+        apply_linear(linear, x, True)
+    assert noted  # whoever looks at calls sees them

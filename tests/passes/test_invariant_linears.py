@@ -1,0 +1,114 @@
+"""Graphs whose calls have to be batch invariant: products with parameters, and plans of ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx, nn
+
+import moe_ops
+from moe_ops.passes.inductor.pipeline import Pipeline
+from moe_ops.passes.invariant_linears import RULE, invariant_linears
+from moe_ops.passes.rewriting.context import Context, Options
+from moe_ops.registry.invariance import PLANNED
+from moe_ops.testing import BF16, F16, F32
+from tests.passes.post_grad import Compiled, text
+
+INVARIANT = Options(batch_invariant=True)
+
+
+class Two(nn.Module):
+    """Two linear layers, one with a bias, of widths that fill no register."""
+
+    def __init__(self, dtype: torch.dtype = F32) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(91, 38), nn.Linear(38, 91, bias=False)
+        self.to(dtype).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Lift:
+    """The pass as a hook that keeps what it said."""
+
+    def __init__(self, options: Options = INVARIANT) -> None:
+        self.context, self.count = Context(options=options), 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.count = invariant_linears(graph, self.context)
+        graph.eliminate_dead_code()
+        assert invariant_linears(graph, self.context) == 0
+
+
+def test_products_become_those_of_one_expert() -> None:
+    lift = Lift()
+    compiled = Compiled(Two(), lift)
+    compiled(torch.randn(3, 91))
+    assert lift.count == 2
+    assert_expected_inline(
+        text(compiled.graphs[0]),
+        """\
+arg0_1: float32[38, 91]
+arg1_1: float32[38]
+arg2_1: float32[3, 91]
+arg3_1: float32[91, 38]
+full_default = aten.full([1], 3, dtype=int32)  # int32[1]
+unsqueeze_default = aten.unsqueeze(arg0_1, 0)  # float32[1, 38, 91]
+unsqueeze_default_1 = aten.unsqueeze(arg1_1, 0)  # float32[1, 38]
+expert_gemm_planned = moe_ops.expert_gemm.planned(arg2_1, unsqueeze_default, full_default, plan=invariant;, bias_EF=unsqueeze_default_1)  # float32[3, 38]
+relu = aten.relu(expert_gemm_planned)  # float32[3, 38]
+full_default_1 = aten.full([1], 3, dtype=int32)  # int32[1]
+unsqueeze_default_2 = aten.unsqueeze(arg3_1, 0)  # float32[1, 91, 38]
+expert_gemm_planned_1 = moe_ops.expert_gemm.planned(relu, unsqueeze_default_2, full_default_1, plan=invariant;)  # float32[3, 91]
+return [expert_gemm_planned_1]""",
+    )
+
+
+def test_other_products_stay() -> None:
+    """Without the option, of what is no parameter, and where no backend sums rows alone."""
+    plain = Lift(Options())
+    Compiled(Two(), plain)(torch.randn(3, 91))
+    of_inputs, half = Lift(), Lift()
+    Compiled(lambda x, y: x @ y.t(), of_inputs)(torch.randn(3, 91), torch.randn(5, 91))
+    Compiled(Two(F16), half)(torch.randn(3, 91).half())
+    assert plain.count == of_inputs.count == half.count == 0
+    assert {n.rule for n in of_inputs.context.refusals} == {RULE}
+    reasons = [n.text for n in half.context.refusals]
+    assert reasons and "cpu: needs float32 or bfloat16, got torch.float16" in reasons[0]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_rows_of_one_graph_are_as_alone(dtype: torch.dtype) -> None:
+    """Of any number of rows, through the whole pipeline."""
+    pipeline = Pipeline(INVARIANT)
+    compiled = Compiled(Two(dtype), lambda graph: pipeline(graph, True), dynamic=True)
+    x = torch.randn(70, 91).to(dtype)
+    whole = compiled(x)
+    plans = [n.kwargs["plan"] for n in compiled.graphs[0].nodes if "plan" in n.kwargs]
+    assert plans == [f"{PLANNED}:cpu"] * 2
+    for rows in (slice(0, 3), slice(69, 70), slice(2, 35)):
+        assert torch.equal(compiled(x[rows].clone()), whole[rows])
+
+
+def test_a_layer_says_so_in_its_graph() -> None:
+    """A layer that is batch invariant is so in a graph whose options say nothing of it."""
+    layer = moe_ops.MoELayer(4, 2, 64, 32, internal_gate=True, batch_invariant=True)
+    layer.requires_grad_(False)
+    pipeline = Pipeline()
+    compiled = Compiled(layer, lambda graph: pipeline(graph, True), dynamic=True)
+    x = torch.randn(40, 64)
+    with torch.inference_mode():
+        assert torch.equal(compiled(x), layer(x))
+    plans = [n.kwargs["plan"] for n in compiled.graphs[0].nodes if "plan" in n.kwargs]
+    assert plans == [f"{PLANNED}:cpu"] * 3  # the gate, its choice, the experts
+
+
+def test_what_nothing_computes_so_is_no_graph() -> None:
+    layer = moe_ops.MoELayer(4, 2, 64, 32, dtype=F16).requires_grad_(False)
+    pipeline = Pipeline(INVARIANT)
+    compiled = Compiled(layer, lambda graph: pipeline(graph, True))
+    with pytest.raises(Exception, match=r"batch_invariant: no backend gives moe_ops\.experts") as e:
+        compiled(torch.randn(3, 64).half(), torch.randn(3, 4).half())
+    assert "cpu: needs float32 or bfloat16, got torch.float16" in str(e.value)
