@@ -30,8 +30,10 @@ def _anew() -> None:
     torch._dynamo.reset()
 
 
-def pair(family: str = "qwen3_moe") -> tuple[Any, Any]:
-    model = families.build(family).model
+def pair(family: str = "qwen3_moe", layers: int = 2) -> tuple[Any, Any]:
+    cls = families.model_class(family)
+    config = families.tiny_config(cls.config_class, {"*": {"num_hidden_layers": layers}})
+    model = families.build_class(cls, config).model
     return model, moe_ops.compile(model)
 
 
@@ -149,7 +151,7 @@ def test_training_takes_what_was_recorded(family: str) -> None:
 
 
 def test_training_is_recorded() -> None:
-    model, twin = pair()
+    model, twin = pair(layers=1)
     ids = text(2, 6)
     want = recorded(model, ids)
     with moe_ops.record_routing(twin) as recording:
