@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import transformers
+
 from moe_ops import __version__
 from tests.docs import pages
 from tests.sources import ROOT
@@ -141,6 +143,7 @@ def main(words: Sequence[str] | None = None) -> int:
         files = built(exported(work / "source"), out, tools)
         say("checking what an index will show")
         run(tools, "-m", "twine", "check", "--strict", *files)
+        transformers.utils.logging.disable_progress_bar()
         pages.make_hub(work / "hub")
         found = []
         for file in files:
