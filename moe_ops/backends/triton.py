@@ -330,7 +330,12 @@ def _of_layer(asked: Callable[[ExpertsCall], Any] | None) -> Any:
     return None if asked is None else lambda call: asked(call.layer)
 
 
-TINY = Rows(preferred=most_tiny_tokens, possible=max_tiny_tokens)
+def _most_tiny(call: ExpertsCall) -> int:
+    """Of invariant calls of codes one, whose rows are computed as those of others are."""
+    return 1 if INVARIANT.get() and call.w_format else max_tiny_tokens(call)
+
+
+TINY = Rows(preferred=most_tiny_tokens, possible=_most_tiny)
 _register("tiny", supports_tiny, reads.SCALED_EXPERTS, 3, TINY)
 _register("rows", supports_codes, reads.SCALED_EXPERTS, 2, Rows(preferred=most_rows_tokens))
 _register("grouped", supports_many, reads.SCALED_EXPERTS, 1)

@@ -6,11 +6,11 @@ In an invariant call every path leaves weights of routing to the last sum, which
 their order, and takes h as it is stored. Of the products:
 
     tiny             adds up experts in one sum, in the order of their ids, not of a token's choices
-    tiny/stream      shares of columns, and of choices, of one token; float8 and int8 as float16
     rows             one sum, columns in order, in tiles of any size: of codes of four and six bits
                      in the order of words; of int8 in int32; of float8 one for each 128 columns
                      where these have a scale, else one for all of them
-    rows/stream      one sum, columns in the order of words; scales are multiplied into values, as
+    rows/stream, tiny/stream
+                     one sum, columns in the order of words; scales are multiplied into values, as
                      Sizes.in_values says. Codes of 8 bits of inputs are multiplied as float16
     grouped/row_scales, /blocks
                      as rows, of int8 and float8
@@ -147,7 +147,7 @@ def _scaled_apart(call: ExpertsCall) -> str:
 
 # By the name of a path.
 ARITHMETIC: dict[str, Arithmetic] = {
-    "tiny/stream": of_one_sum, "tiny": of_one_sum, "rows/stream": of_stream, "rows": of_rows,
+    "tiny/stream": of_stream, "tiny": of_one_sum, "rows/stream": of_stream, "rows": of_rows,
     "grouped/row_scales": of_eight_bits, "grouped/blocks": of_eight_bits,
     "grouped/float8": of_float8_tokens, "grouped/registers": of_registers,
     "grouped/wgmma": of_floats, "grouped/plain": of_floats,

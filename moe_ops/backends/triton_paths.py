@@ -41,7 +41,10 @@ WITHOUT_ADAPTERS = ("grouped/row_scales", "grouped/blocks", "grouped/float8", "g
 NO_ADAPTERS = "adds no adapters"
 OTHER = "computes rows otherwise than the paths for any number of them"
 # Of invariant calls, of paths whose tiles are others then.
-TILES_APART = {"rows/stream": ":of_few_in_values", "rows": ":of_rows_in_values"}
+TILES_APART = {
+    "tiny/stream": ":of_one_in_values", "rows/stream": ":of_few_in_values",
+    "rows": ":of_rows_in_values",
+}  # fmt: skip
 PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
 
 
@@ -217,11 +220,9 @@ def pick(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> Taken:
         takes = path.name not in others and (not adapted or path.adapts)
         if refusal is None or (takes and path.runs_one_product(call)):
             return Taken(path=path, refusals=refusals)
-    few = [
-        path for path in paths_of(kernel) if path.name not in others and path.refusal(call) is None
-    ]
-    if INVARIANT.get() and few and not adapted:
-        return Taken(path=few[-1], refusals=refusals)  # whatever the number of rows is
+    left = [path for path in paths_of(kernel) if path.name not in others]
+    if others and left and kernel == "rows" and left[-1].refusal(call) is None:
+        return Taken(path=left[-1], refusals=refusals)  # of more rows than are best for it
     whys = "\n".join(f"  {name}: {reason}" for name, reason in refusals.items())
     raise NotImplementedError(f"no path of triton.{kernel} runs this call:\n{whys}")
 

@@ -260,6 +260,16 @@ def of_few(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | No
     return streams
 
 
+def of_one_in_values(
+    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
+) -> Streams:
+    """The tiles of an invariant call of one token. Warps share choices, not the columns of a row;
+    not measured."""
+    ahead = 4 if _codes(layer).weight.element == "uint4" else AHEAD_ALONE
+    of = Stream(ahead=ahead, in_values=True)
+    return Streams(up=of, down=replace(of, S=min(8, power_of_two(ids_TK.shape[1]))))
+
+
 def of_few_in_values(
     x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
 ) -> Streams:

@@ -20,6 +20,7 @@ from moe_ops.kernels.triton.experts.products.register_stream import Stream, Stre
 from moe_ops.ops.adapters import Adapter
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.experts_adapted import ExpertsAdaptedCall
+from moe_ops.registry.invariance import invariant
 from moe_ops.testing import ACTIVATIONS, BF16, DEVICE, F16, TOL, Case, assert_close
 from tests.chosen import in_turn, one_in, those_of
 from tests.kernels import gluon_in_torch
@@ -254,3 +255,45 @@ def test_a_wide_rank_and_many_choices(kernel: str) -> None:
     wide = Adapter(**{n: v.float() if v.is_floating_point() else v for n, v in given.items()})
     want = experts_adapted.body(ExpertsAdaptedCall(replace(call, **floats), wide))
     assert_close(got, want, TOL["experts_adapted", F16], kernel)
+
+
+INVARIANT = (
+    ("int4:1x32:bfloat16", ""), ("uint4:1x128", ""), ("int4:row", ""), ("mxfp4", ""),
+    ("float8_e4m3fn:128x128", ""), ("nvfp4", ""), ("mxfp6_e2m3", ""), ("int8:row", ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("formats", those_of((INVARIANT[2], INVARIANT[-1]), INVARIANT), ids=str)
+@each_kernel
+def test_invariant_calls_multiply_scales_into_values(
+    kernel: str, formats: tuple[str, str], by_torch: list[str]
+) -> None:
+    """Rows of one token and of several are the same to the bit where no product is rounded."""
+    for biases in (False, True):
+        case = Case(name="small", T=TOKENS[kernel], E=6, K=3, D=256, I=256)
+        call = call_of(case, *formats, biases=biases and "nvfp4" not in formats)
+        with invariant():
+            got = run_experts(kernel, call)
+        assert_close(got, definition(call), TOL["experts", call.x_TD.dtype], kernel)
+        assert by_torch[-1] == ("one_down" if kernel == "tiny" else "few_down")
+        assert bool(got.any())
+
+
+@pytest.mark.parametrize("formats", those_of([("mxfp4", "")], INVARIANT[:4]), ids=str)
+@pytest.mark.parametrize("K", those_of([2], [1, 2, 10]))
+def test_choices_of_one_token_are_summed_as_those_of_several(
+    formats: tuple[str, str], K: int
+) -> None:
+    """Where products are exact, so that it does not matter how torch sums them."""
+    call = call_of(Case(name="whole", T=2, E=12, K=K, D=128, I=128), *formats, biases=True)
+    call.x_TD.copy_(torch.randint(-2, 3, call.x_TD.shape))
+    call.x_TD[:, 3:] = 0
+    call.ids_TK[1, 0] = -1
+    with invariant():
+        want = run_experts("rows", call)
+        for t in range(2):
+            x_TD, weights_TK, ids_TK = (
+                v[t, None] for v in (call.x_TD, call.weights_TK, call.ids_TK)
+            )
+            one = replace(call, x_TD=x_TD, weights_TK=weights_TK, ids_TK=ids_TK)
+            assert torch.equal(run_experts("tiny", one), want[t, None])

@@ -75,6 +75,8 @@ class Call:
     rounds_h: bool = False
     batches: Batches | None = None  # tokens are the slots of these
     invariant: bool = False  # whether rows are computed as those of any other number are
+    # Weights of routing by which the second product of pairs that are not sorted sums them then.
+    summed: Tensor | None = None
     # If pairs are sorted, the pair in each row, ends of experts; where rows stay in their slots,
     # None and the counts of batches.
     order: tuple[Any, ...] = ()

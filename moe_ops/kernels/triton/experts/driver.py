@@ -88,7 +88,7 @@ def run(
         layer=layer, codes=codes, sizes=(E, D, I), reads=reads, ids_TK=ids_TK,
         expert_map=expert_map, residual_TD=residual_TD, weights=weights_TK if early else None,
         dtype=floats_of(x_TD, codes), tiles=tiles, batches=batches,
-        invariant=invariant,
+        invariant=invariant, summed=weights_TK if invariant and not products.sorts else None,
     )  # fmt: skip
     c.rounds_x, c.rounds_h = products.rounds(c)
     x_TD = _order(products, c, x_TD, weights_TK, adapted=adapters is not None)
@@ -107,7 +107,8 @@ def run(
         return c.out
     if batches is not None:
         return put_back(c.out, batches.counts_E, c.order[1])
-    return sum_rows(c.out, c.inverse_R, None if early else weights_TK, K, residual_TD)
+    given = None if early else weights_TK
+    return sum_rows(c.out, c.inverse_R, given, K, residual_TD, ordered=invariant)
 
 
 def _order(

@@ -104,8 +104,10 @@ def _down(c: Call) -> None:
     from moe_ops.kernels.triton.experts.products import register_stream_gluon as kernels
 
     layer, stream, (E, D, I) = c.layer, c.tiles.down, c.sizes
-    kernel, routed, rows = kernels.one_down, (c.ids_TK, c.weights, c.expert_map), 1
-    written, more = (c.residual_TD, c.out, c.n_map), {"K": c.ids_TK.shape[1], "C": stream.C}
+    weights = c.summed if c.invariant else c.weights
+    kernel, routed, rows = kernels.one_down, (c.ids_TK, weights, c.expert_map), 1
+    written = c.residual_TD, c.out, c.n_map
+    more = {"K": c.ids_TK.shape[1], "C": stream.C, "ORDERED": c.invariant}
     if c.order:
         kernel, routed, rows = (
             kernels.few_down,

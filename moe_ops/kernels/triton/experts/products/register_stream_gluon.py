@@ -229,10 +229,62 @@ def one_up(
         acc = add_adapter(acc, e, row_M, pair, 1, 0, of_adapter, E, ADAPTERS, RANK, TR, SIZES)
     acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
     h = activated(acc, ACT)
-    if not by_row(W):
+    if weights_ptr is not None and not by_row(W):
         h *= gl.load(weights_ptr + pair).to(gl.float32)
     n = gl.arange(0, h.shape[1], gl.SliceLayout(0, h.type.layout))
     store_h(h_ptr, h, pair + n, n < 1, block, I)
+
+
+@gluon.constexpr_function
+def shares_layout(SIZES):
+    """The layout of [S, M] in which a thread has all shares of a row."""
+    return gl.BlockedLayout([SIZES.S, 1], [1, 32], [1, SIZES.S * SIZES.MW], [0, 1])
+
+
+@gluon.jit
+def shares_of(part, SIZES: gl.constexpr):
+    """The first columns [M] of each share of [S, M, N]."""
+    S: gl.constexpr = part.shape[0]
+    M: gl.constexpr = part.shape[1]
+    n = gl.arange(0, part.shape[2], along(part.type.layout, 2))
+    rows = gl.sum(gl.where((n == 0)[None, None, :], part, 0.0), 2)
+    rows = gl.convert_layout(rows, shares_layout(SIZES))
+    pieces = (rows.permute([1, 0]),)
+    for i in gl.static_range(S.bit_length() - 1):
+        pieces = halved(pieces, M, S >> (i + 1))
+    found = ()
+    for s in gl.static_range(S):
+        row = gl.convert_layout(pieces[s].reshape([M]), gl.SliceLayout(0, shares_layout(SIZES)))
+        found = found + (row,)  # noqa: RUF005
+    return found
+
+
+@gluon.jit
+def halved(pieces, M: gl.constexpr, HALF: gl.constexpr):
+    """The left and the right half of each of some [M, 2 HALF]."""
+    found = ()
+    for i in gl.static_range(len(pieces)):
+        found = found + pieces[i].reshape([M, 2, HALF]).permute([0, 2, 1]).split()
+    return found
+
+
+@gluon.jit
+def add_choice(
+    total, row, pair, ids_ptr, weights_ptr, expert_map_ptr, bias_ptr, N_MAP, stride_be,
+    E: gl.constexpr, D: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """total and a row of y, once rounded, times the weight of its choice."""
+    layout: gl.constexpr = row.type.layout
+    M: gl.constexpr = row.shape[0]
+    e = local_ids(ids_ptr, expert_map_ptr, pair, True, E, N_MAP)
+    d = gl.program_id(0) * M + gl.arange(0, M, layout)
+    if bias_ptr is not None:
+        bias_at = bias_ptr + e.to(gl.int64) * stride_be + d
+        row += gl.load(bias_at, mask=(d < D) & (e < E), other=0.0).to(gl.float32)
+    row = row.to(DTYPE).to(gl.float32)
+    weight = gl.load(weights_ptr + pair, mask=e < E, other=0.0).to(gl.float32)
+    weights = weight + gl.zeros([M], gl.float32, layout)
+    return gl.fma(row, weights, total)
 
 
 @gluon.jit
@@ -242,9 +294,11 @@ def one_down(
     index_ptr, stride_bg, stride_bf, stride_br,
     E: gl.constexpr, K: gl.constexpr, D: gl.constexpr, I: gl.constexpr, W: gl.constexpr,
     DTYPE: gl.constexpr, ADAPTERS: gl.constexpr, RANK: gl.constexpr, TR: gl.constexpr,
-    C: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr, PDL: gl.constexpr,
+    C: gl.constexpr, ORDERED: gl.constexpr, P: gl.constexpr, SIZES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """One program: some rows of out; shares are C parts of the columns of S / C choices."""
+    """One program: some rows of out; shares are C parts of the columns of S / C choices. ORDERED:
+    each is a choice, rounded as `few_down` does, and added as the sum of its rows does."""
     S: gl.constexpr = SIZES.S
     M: gl.constexpr = 16 * SIZES.MW * SIZES.MT
     EACH: gl.constexpr = 4 if h_ptr.dtype.element_ty == gl.int32 else 1
@@ -257,6 +311,8 @@ def one_down(
     ROUNDS: gl.constexpr = (K * C + S - 1) // S
     N: gl.constexpr = 8 * SIZES.NT
     acc = gl.zeros([S, M, N], gl.float32, unit_layout(SIZES))
+    of_rows: gl.constexpr = gl.SliceLayout(0, shares_layout(SIZES))
+    total = gl.zeros([M], gl.float32, of_rows)
     for round in gl.static_range(ROUNDS):
         first = round * (S // C)
         pair = first + s_w // C
@@ -275,13 +331,25 @@ def one_down(
             w_ptr, w_scale_ptr, w_zero_ptr, gl.where(e_S < E, e_S, -1), d, tokens, D, I, C, W,
             DTYPE, P, SIZES, True, PDL and narrow_ptr is None and round == 0,
         )  # fmt: skip
+        if ORDERED:
+            part = rescaled(part, W, DTYPE)
         if global_scale_ptr is not None:
             global_scale_S = gl.load(global_scale_ptr + e_S, mask=e_S < E, other=0.0)
             part *= gl.convert_layout(global_scale_S, along(unit_layout(SIZES), 0))[:, None, None]
-        acc += part
-    total = summed(acc, W, DTYPE)
-    first_N = gl.arange(0, N, gl.SliceLayout(0, total.type.layout)) == 0
-    total = gl.sum(gl.where(first_N[None, :], total, 0.0), 1)
+        if ORDERED:
+            rows = shares_of(part, SIZES)
+            for share in gl.static_range(S):
+                if first + share < K:
+                    total = add_choice(
+                        total, rows[share], first + share, ids_ptr, weights_ptr, expert_map_ptr, bias_ptr,
+                        N_MAP, stride_be, E, D, out_ptr.dtype.element_ty,
+                    )  # fmt: skip
+        else:
+            acc += part
+    if not ORDERED:
+        total = summed(acc, W, DTYPE)
+        first_N = gl.arange(0, N, gl.SliceLayout(0, total.type.layout)) == 0
+        total = gl.sum(gl.where(first_N[None, :], total, 0.0), 1)
     if narrow_ptr is not None:
         take_turn(PDL)
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
@@ -290,7 +358,7 @@ def one_down(
             ADAPTERS, RANK, TR,
         )  # fmt: skip
     d = gl.program_id(0) * M + gl.arange(0, M, total.type.layout)
-    if bias_ptr is not None:
+    if bias_ptr is not None and not ORDERED:
         for pair in range(K):
             e = local_ids(ids_ptr, expert_map_ptr, pair, True, E, N_MAP)
             weight = gl.load(weights_ptr + pair, mask=e < E, other=0.0).to(gl.float32)
