@@ -331,7 +331,8 @@ def _of_layer(asked: Callable[[ExpertsCall], Any] | None) -> Any:
 
 
 def _most_tiny(call: ExpertsCall) -> int:
-    """Of invariant calls of codes one, whose rows are computed as those of others are."""
+    """The most tokens that triton.tiny can run: of codes, if rows are to have the same bits in any
+    number, one."""
     return 1 if INVARIANT.get() and call.w_format else max_tiny_tokens(call)
 
 

@@ -34,6 +34,9 @@ def calls_invariant(capability: int) -> Iterator[tuple[str, Callable[[], object]
     for w_format, x_format, least in FORMATS:
         if capability < least:
             continue
+        if not x_format and capability == 90:
+            call = quantized_call(CASE, 1, w_format, x_format)
+            yield f"invariant token {w_format}", functools.partial(run, "tiny", call)
         for T in (1, 8, 64, 512):
             call = quantized_call(CASE, T, w_format, x_format)
             name = f"invariant rows {T} {w_format} {x_format}"

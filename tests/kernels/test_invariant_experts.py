@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.registry.invariance import Refused, invariant
 from moe_ops.testing import BF16, DEVICE, F16, LAYERS, Case, make_layer
 from tests.chosen import those_of
@@ -78,11 +78,21 @@ def test_one_arithmetic_for_any_number_of_rows(formats: tuple[str, str]) -> None
     for T in (1, 8, 64, 300, 4096):
         call = on_hopper(T, formats)
         assert triton_paths.arithmetic_of(call) == ARITHMETIC[formats]
-        assert isinstance(triton_paths.arithmetic_of_backend("tiny", call), Refused)
-        for kernel in ("rows", "grouped"):
+        for kernel in ("tiny", "rows", "grouped")[T > 1 :]:
             if not isinstance(triton_paths.arithmetic_of_backend(kernel, call), Refused):
                 path = triton_paths.pick(kernel, call).path
                 assert path.computes(call) == ARITHMETIC[formats]
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_tokens_are_one_where_they_are_streamed() -> None:
+    """Others of as many would be sums of all experts."""
+    for T, formats, streamed in ((1, ("mxfp4", ""), True), (2, ("mxfp4", ""), False)):
+        call = on_hopper(T, formats)
+        assert (experts.backends["triton.tiny"].refusal("cuda", T, call) is None) == streamed
+    call = on_hopper(1, ("int8:row", "int8:row"))
+    assert isinstance(triton_paths.arithmetic_of_backend("tiny", call), Refused)
+    assert isinstance(triton_paths.arithmetic_of_backend("tiny", on_hopper(1, FLOATS)), Refused)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -341,8 +341,8 @@ def one_down(
             for share in gl.static_range(S):
                 if first + share < K:
                     total = add_choice(
-                        total, rows[share], first + share, ids_ptr, weights_ptr, expert_map_ptr, bias_ptr,
-                        N_MAP, stride_be, E, D, out_ptr.dtype.element_ty,
+                        total, rows[share], first + share, ids_ptr, weights_ptr, expert_map_ptr,
+                        bias_ptr, N_MAP, stride_be, E, D, out_ptr.dtype.element_ty,
                     )  # fmt: skip
         else:
             acc += part
