@@ -331,9 +331,9 @@ def _of_layer(asked: Callable[[ExpertsCall], Any] | None) -> Any:
 
 
 def _most_tiny(call: ExpertsCall) -> int:
-    """The most tokens that triton.tiny can run: of codes, if rows are to have the same bits in any
-    number, one."""
-    return 1 if INVARIANT.get() and call.w_format else max_tiny_tokens(call)
+    """The most tokens that triton.tiny can run: if rows are to have the same bits in any number,
+    one."""
+    return 1 if INVARIANT.get() else max_tiny_tokens(call)
 
 
 TINY = Rows(preferred=most_tiny_tokens, possible=_most_tiny)

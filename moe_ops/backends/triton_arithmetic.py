@@ -5,7 +5,8 @@ rows there are (`moe_ops/registry/invariance.py`).
 In an invariant call every path leaves weights of routing to the last sum, which is over choices in
 their order, and takes h as it is stored. Of the products:
 
-    tiny             adds up experts in one sum, in the order of their ids, not of a token's choices
+    tiny             adds up experts in one sum, in the order of their ids, not of a token's
+                     choices; of one token of floats as rows
     rows             one sum, columns in order, in tiles of any size: of codes of four and six bits
                      in the order of words; of int8 in int32; of float8 one for each 128 columns
                      where these have a scale, else one for all of them
@@ -81,9 +82,11 @@ def placed(x_TD: Tensor) -> Tensor:
     return x_TD.clone(memory_format=torch.contiguous_format)
 
 
-def of_one_sum(call: ExpertsCall) -> str:
-    """Why a row in one sum of all experts depends on the others."""
-    return Refused("adds up the experts of all tokens of a call in one sum")
+def of_tiny(call: ExpertsCall) -> str:
+    """How one token of floats is multiplied; codes are those of tiny/stream."""
+    if call.w_format or call.dtype == torch.float32:
+        return Refused("adds up the experts of all tokens of a call in one sum")
+    return IN_ORDER
 
 
 def of_stream(call: ExpertsCall) -> str:
@@ -147,7 +150,7 @@ def _scaled_apart(call: ExpertsCall) -> str:
 
 # By the name of a path.
 ARITHMETIC: dict[str, Arithmetic] = {
-    "tiny/stream": of_stream, "tiny": of_one_sum, "rows/stream": of_stream, "rows": of_rows,
+    "tiny/stream": of_stream, "tiny": of_tiny, "rows/stream": of_stream, "rows": of_rows,
     "grouped/row_scales": of_eight_bits, "grouped/blocks": of_eight_bits,
     "grouped/float8": of_float8_tokens, "grouped/registers": of_registers,
     "grouped/wgmma": of_floats, "grouped/plain": of_floats,

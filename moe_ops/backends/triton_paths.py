@@ -156,7 +156,10 @@ PATHS = (
         name="tiny/stream", run="register_stream:run_one", refusal=refuse_stream,
         tiles=":of_one", most=_one,
     ),
-    Path(name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu),
+    Path(
+        name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu,
+        most=lambda call: 1 if INVARIANT.get() else None,
+    ),
     Path(
         name="rows/stream", run="register_stream:run", refusal=refuse_stream,
         tiles=":of_few", most=_most_streamed,

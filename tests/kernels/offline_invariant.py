@@ -28,9 +28,11 @@ ATTENTION = [(8, 4, 128, 4096, False), (8, 8, 64, 1024, True), (1, 16, 256, 512,
 
 
 def calls_invariant(capability: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    for T in (1, 64):
+    for backend, T in (("tiny", 1), ("rows", 1), ("rows", 64)):
         call = layer_call(CASE, T, False)
-        yield f"invariant rows {T}", functools.partial(run, "rows", call)
+        yield f"invariant {backend} {T}", functools.partial(run, backend, call)
+    full = layer_call(LAYERS["qwen3_next"], 1, True)
+    yield "invariant tiny 1 full", functools.partial(run, "tiny", full)
     for w_format, x_format, least in FORMATS:
         if capability < least:
             continue

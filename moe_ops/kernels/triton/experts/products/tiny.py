@@ -129,7 +129,8 @@ def tiny_up(
     p = tl.arange(0, BP)
     if ONE:
         chosen_N = n < 1
-        weight_N = tl.load(weights_ptr + pair + n, mask=chosen_N, other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            weight_N = tl.load(weights_ptr + pair + n, mask=chosen_N, other=0.0).to(tl.float32)
     else:
         ids_P = local_ids(ids_ptr, expert_map_ptr, p, p < T * K, E, N_MAP)
         if tl.max(((ids_P == e) & (p < pair)).to(tl.int32), 0) > 0:
@@ -171,7 +172,9 @@ def tiny_up(
             mine_N = n < tl.where(block == 0, T, 0)  # one of the pair's programs is enough
             tl.store(h_row_scale_ptr + pair * T + n, scale * weight_N, mask=mine_N)
     else:
-        h_IN = tl.where(chosen_N[None, :], h_IN * weight_N[None, :], 0.0)
+        if weights_ptr is not None:
+            h_IN = h_IN * weight_N[None, :]
+        h_IN = tl.where(chosen_N[None, :], h_IN, 0.0)
     i = block * BI + tl.arange(0, BI)
     if H > I:
         h_IN = tl.where((i < I)[:, None], h_IN, 0.0)
@@ -199,6 +202,30 @@ def pair_of(rank, table_ptr, BP: tl.constexpr, ONE: tl.constexpr):
     return rank if ONE else tl.load(table_ptr + 1 + BP + rank, mask=rank < BP, other=0)
 
 
+@triton.jit
+def add_choices(
+    total_R, sum_MN, first, e_M, d_M, inside_M, ids_ptr, expert_map_ptr, weights_ptr, bias_ptr,
+    N_MAP, stride_be, E: tl.constexpr, K: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """total and, in their order, BG choices of one token from the first on, once rounded, times
+    their weights. Column n of the sums is that of choice first + n."""
+    n = tl.arange(0, sum_MN.shape[1])
+    mine_MN = (tl.arange(0, BG * BR) // BR)[:, None] == n[None, :]
+    y_M = tl.sum(tl.where(mine_MN, sum_MN, 0.0), 1)
+    if bias_ptr is not None:
+        bias_at = bias_ptr + e_M.to(tl.int64) * stride_be + d_M
+        y_M += tl.load(bias_at, mask=inside_M, other=0.0).to(tl.float32)
+    y_GR = tl.reshape(y_M.to(DTYPE).to(tl.float32), (BG, BR))
+    for g in tl.static_range(BG):
+        y_R = tl.sum(tl.where((tl.arange(0, BG) == g)[:, None], y_GR, 0.0), 0)
+        pair_R = first + g + tl.zeros((BR,), tl.int32)
+        e_R = local_ids(ids_ptr, expert_map_ptr, pair_R, pair_R < K, E, N_MAP)
+        weight_R = tl.load(weights_ptr + pair_R, mask=e_R < E, other=0.0).to(tl.float32)
+        total_R = tl.fma(y_R, weight_R, total_R)
+    return total_R
+
+
 # One compiled kernel serves every number of tokens.
 @triton.jit(do_not_specialize=["T", "N_MAP"])
 def tiny_down(
@@ -208,12 +235,13 @@ def tiny_down(
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr,
-    ONE: tl.constexpr, PDL: tl.constexpr,
+    ONE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BR columns of out for all tokens, BG experts at a time.
 
     A tile of weights holds BR rows of each of BG experts; its product with the h of the same
-    experts has BG * BG blocks, of which the diagonal counts.
+    experts has BG * BG blocks, of which the diagonal counts. ORDERED, for one token: each choice is
+    rounded as a row of `rows_down` is, and added as the sum of rows does, by share, its weights.
     """
     m = tl.arange(0, BG * BR)
     n = tl.arange(0, BN)
@@ -240,18 +268,25 @@ def tiny_down(
     token_N = n % BT
     acc_MN = tl.zeros((BG * BR, BN), tl.float32)
     added_MN = acc_MN  # apart, as sums with weights are rescaled
+    total_R = tl.zeros((BR,), tl.float32)
     for first in range(0, count, BG):
         inside_M = (d_M < D) & (e_M < E)
         inside_N = (token_N < T) & (e_N < E) & (n // BT < BG)
         w_M1 = rows_at(w_ptr, e_M, d_M, stride_we, stride_wd, D, I, W)
         h_1N = (h_ptr + (pair_N * T + token_N).to(tl.int64) * H)[None, :]
         # Each round has other experts, and so other global scales.
-        sum_MN = acc_MN if global_scale_ptr is None else tl.zeros((BG * BR, BN), tl.float32)
+        APART: tl.constexpr = ORDERED or global_scale_ptr is not None
+        sum_MN = tl.zeros((BG * BR, BN), tl.float32) if APART else acc_MN
         sum_MN = add_product(
             sum_MN, w_M1, stride_wi, w_scale_ptr, w_zero_ptr, e_M, d_M, inside_M, h_1N, h_scale_ptr,
             pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first", False,
         )  # fmt: skip
-        if global_scale_ptr is not None:
+        if ORDERED:
+            total_R = add_choices(
+                total_R, sum_MN, first, e_M, d_M, inside_M, ids_ptr, expert_map_ptr, share_ptr,
+                bias_ptr, N_MAP, stride_be, E, K, BG, BR, out_ptr.dtype.element_ty,
+            )  # fmt: skip
+        elif global_scale_ptr is not None:
             acc_MN += sum_MN * tl.load(global_scale_ptr + e_M, mask=e_M < E, other=0.0)[:, None]
         else:
             acc_MN = sum_MN
@@ -273,7 +308,9 @@ def tiny_down(
     acc_MN = tl.where(diagonal_MN, acc_MN, 0.0)
     out_MT = tl.sum(tl.reshape(acc_MN, (BG * BR, BN // BT, BT)), 1)
     out_RT = tl.sum(tl.reshape(out_MT, (BG, BR, BT)), 0)
-    if bias_ptr is not None:
+    if ORDERED:
+        out_RT = total_R[:, None]
+    if bias_ptr is not None and not ORDERED:
         for rank in range(count):
             # Loaded as vectors, which the masks are.
             rank_R, rank_T = rank + 0 * d_R, rank + 0 * rows_T
@@ -298,7 +335,7 @@ def _up(c: Call) -> None:
     c.table = None if T == 1 else c.ids_TK.new_empty(1 + 2 * BP, dtype=torch.int32)
     # Weights of each token and each expert in use: of biases, and of h that is quantised by rows.
     later = layer.codes is not None and layer.codes.by_row and static is None
-    shares = layer.b2_ED is not None or later
+    shares = not c.invariant and (layer.b2_ED is not None or later)
     c.weights = c.ids_TK.new_empty(P, T, dtype=torch.float32) if shares else None
     launch(
         tiny_up, (P * triton.cdiv(H, c.tiles.BI) + (T > 1),),
@@ -317,11 +354,13 @@ def _down(c: Call) -> None:
     BT = triton.next_power_of_2(T)
     launch(
         tiny_down, (triton.cdiv(D, tiles.BR),),
-        c.h.values, c.h.scale, c.ids_TK, c.expert_map, c.table, c.weights, *w2,
+        c.h.values, c.h.scale, c.ids_TK, c.expert_map, c.table,
+        c.summed if c.invariant else c.weights, *w2,
         c.residual_TD, c.out, T, c.n_map, *strides(w2), *c.added2.arguments,
         E=E, K=K, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight, **c.added2.constants,
         BP=triton.next_power_of_2(T * K), BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
-        BN=max(16, tiles.BG * BT), ONE=T == 1, num_warps=4, num_stages=tiles.down_stages,
+        BN=max(16, tiles.BG * BT), ONE=T == 1, ORDERED=c.invariant, num_warps=4,
+        num_stages=tiles.down_stages,
         **pdl_options(c.ids_TK),
     )  # fmt: skip
 
