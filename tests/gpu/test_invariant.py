@@ -76,7 +76,9 @@ def test_paths_of_one_arithmetic_give_equal_bits(T: int, formats: tuple[str, str
     with invariant():
         name = triton_paths.arithmetic_of(call)
         assert not isinstance(name, Refused)
-        paths = [p for k in ("rows", "grouped") for p in triton_paths.paths_by(name, k, call)]
+        paths = [
+            p for k in ("tiny", "rows", "grouped") for p in triton_paths.paths_by(name, k, call)
+        ]
         found = {
             path.name: run_experts(path.forced.removeprefix("triton."), call)
             for path in paths
