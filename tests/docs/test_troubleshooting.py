@@ -18,7 +18,8 @@ SPAN = re.compile(r"`([^`]+)`")
 ELSEWHERE = {
     "moe_ops/__init__.py": ("which is another project, is installed in …",),
     "moe_ops/generation/linear_layers.py": ("ours is not known to compute the same",),
-    "moe_ops/layer/__init__.py": ("QuantFormats is now moe_ops.QuantConfig",),
+    "moe_ops/checks/renamed.py": ("… now; use that, for the old name goes in …",),
+    "moe_ops/checks/signature.py": ("…: … is … now",),
     "passes/report/telling.py": (
         "MoE layers as they were, which is slower", "routers as they were",
         "… MoE layers and … of … routers", "no MoE layer was found",
