@@ -271,10 +271,10 @@ def names_in(folder: str) -> set[str]:
     return {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
 
 
-# What the definitions and the gradients of several ops share.
+# What the definitions and the gradients of several ops share, and what several rooms do with one.
 SHARED = {
     "adapters", "by_choice", "experts_products", "gradients", "gradients_adapted",
-    "routing_methods", "splits",
+    "linear_layers", "routing_methods", "splits",
 }  # fmt: skip
 
 

@@ -140,6 +140,7 @@ QUANTIZER = (
 UNNAMED_PARAMETERS = {
     "the arguments of a block, a cache or a collective, which it passes on": {
         "moe_ops/halves/run.py: two_halves",
+        "moe_ops/invariant/compare.py: Alone.forward",
         "moe_ops/halves/caches.py: _View.update",
         "moe_ops/bench/halves.py: Stretched._noted",
     },
