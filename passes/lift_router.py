@@ -39,8 +39,8 @@ ops = torch.ops.moe_ops
 def lift_router(graph: fx.Graph, context: Context) -> int:
     """Turn what computes the ids and weights of an expert layer into one call of `route`."""
     lifted, there = 0, set(graph.nodes)
-    for ids_user, weights_user in list(_layers(graph)):
-        ids, weights = arg(ids_user, "ids_TK"), arg(weights_user, "weights_TK")
+    for ids_user, ids, weights_user in list(_layers(graph)):
+        weights = arg(weights_user, "weights_TK")
         ours = _routed(ids)
         if ours is not None:
             # Of one that was lifted for a layer before it is told already.
@@ -55,23 +55,35 @@ def lift_router(graph: fx.Graph, context: Context) -> int:
             context.refuse(RULE, weights_user.name, layer_of(weights_user), str(reason))
         else:
             name, layer = routing.topk.name, layer_of(routing.topk)
-            _rewrite(graph, routing, ids_user, weights)
+            _rewrite(graph, routing, (ids_user, ids), weights)
             context.rewrote(RULE, name, layer, _text(routing))
             lifted += 1
     return lifted
 
 
-def _layers(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The nodes that read the ids and the weights of an expert layer."""
+def _layers(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, fx.Node]]:
+    """The node that reads the ids of an expert layer, these, and the one that reads its weights."""
     for combine in graph.find_nodes(op="call_function", target=ops.combine.default):
         try:
             rows = output(arg(combine, "rows_R"), 1, ops.dispatch.default, what="the rows")
         except Mismatch:
+            reshaped = _by_choice(combine)
+            if reshaped is not None:
+                yield reshaped, reshaped.args[0], combine
             continue
-        yield rows, combine
+        yield rows, arg(rows, "ids_TK"), combine
     for whole in (ops.experts, ops.experts_over_ranks, ops.dispatch_tokens):
         for node in graph.find_nodes(op="call_function", target=whole.default):
-            yield node, node
+            yield node, arg(node, "ids_TK"), node
+
+
+def _by_choice(combine: fx.Node) -> fx.Node | None:
+    """What makes ids a column, where ranks add rows of single choices (`by_choice.py` of the
+    ops)."""
+    added = arg(combine, "y_RD")
+    part: Any = added.args[0] if is_call(added, ops.sum_ranks.default) else None
+    ids = arg(part, "ids_TK") if is_call(part, ops.experts.default) else None
+    return ids if is_call(ids, *RESHAPES) else None
 
 
 def _routed(ids: Any) -> fx.Node | None:
@@ -89,7 +101,7 @@ def _routed(ids: Any) -> fx.Node | None:
 def _read_uncast(graph: fx.Graph, user: fx.Node, ids: fx.Node, ours: fx.Node) -> bool:
     """Have an op read ids as a router of ours gives them, in int32, where no more than their width
     was changed: transformers wants int64, and a cast is a launch. Returns whether it does."""
-    if ids is ours or tensor(ids).shape != tensor(ours).shape:
+    if ids is ours or is_call(user, *RESHAPES) or tensor(ids).shape != tensor(ours).shape:
         return False
     user.replace_input_with(ids, ours)
     while ids is not ours and not ids.users:
@@ -133,14 +145,18 @@ def _check_order(routing: Routing, weights: fx.Node) -> None:
             stack.extend(node.users)
 
 
-def _rewrite(graph: fx.Graph, routing: Routing, ids_user: fx.Node, weights: fx.Node) -> None:
-    """Put `route` before the top-k, and erase what nobody uses any more."""
-    topk, ids_TK = routing.topk, arg(ids_user, "ids_TK")
+def _rewrite(
+    graph: fx.Graph, routing: Routing, reads: tuple[fx.Node, fx.Node], weights: fx.Node
+) -> None:
+    """Put `route` before the top-k, and erase what nobody uses any more. reads: the node that reads
+    the ids, which an op takes as they are now, and these."""
+    topk, (ids_user, ids_TK) = routing.topk, reads
     region = _between((ids_TK, weights), routing.leaves.values())
     with graph.inserting_before(topk):
         call = insert(graph, ops.route.default, _arguments(graph, routing, weights), topk)
         new_weights, new_ids = outputs(graph, call)
-        ids_user.replace_input_with(ids_TK, new_ids)
+        if not is_call(ids_user, *RESHAPES):  # whose result has the dtype of what it reads
+            ids_user.replace_input_with(ids_TK, new_ids)
         weights.replace_all_uses_with(new_weights)
         if any(user not in region for user in routing.ids.users):
             as_before = (new_ids, tensor(routing.ids).dtype)

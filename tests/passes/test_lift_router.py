@@ -15,6 +15,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch._inductor.virtualized import V
 
+from moe_ops.ops.by_choice import sum_over_ranks
 from moe_ops.ops.route import route
 from moe_ops.passes.lift_router import lift_router
 from moe_ops.passes.rewriting.context import Context
@@ -130,7 +131,17 @@ def there_and_back(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w_EFD: Tens
     return ops.combine_tokens(x_GD * weights_GK.sum(-1, True), ids_TK, *tables, *handle, T)
 
 
-@pytest.mark.parametrize("layer_of", [over_ranks, there_and_back], ids=lambda f: f.__name__)
+def by_choice(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w_EFD: Tensor) -> Tensor:
+    """Experts whose rows ranks add one for each choice, and then a token's own weighs."""
+    halves = w_EFD, w_EFD[:, :, : D // 2].contiguous()
+    return sum_over_ranks(
+        lambda x, weights, ids: ops.experts(x, weights, ids, *halves), x_TD, weights_TK, ids_TK, ""
+    )
+
+
+@pytest.mark.parametrize(
+    "layer_of", [over_ranks, there_and_back, by_choice], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["one size", "any size"])
 def test_a_router_of_tokens_that_are_sent_becomes_one_call(layer_of: Any, dynamic: bool) -> None:
     router, _ = ROUTERS["softmax_renormalised"]
