@@ -154,8 +154,8 @@ def supports_sum(call: CombineCall) -> str | None:
 
 
 def as_in_experts(call: CombineCall) -> str:
-    """The arithmetic of the sum behind the second product of `experts`."""
-    return "products and sums in float32, in a tree of the choices"
+    """The arithmetic of the sum behind the second product of invariant `experts`."""
+    return "each product and sum at once, rounded to float32, in the order of choices"
 
 
 @combine.backend(
@@ -173,4 +173,5 @@ def sum_choices(call: CombineCall) -> Tensor:
     # Slot R takes what the unused rows would write.
     inverse_R = torch.full((R + 1,), -1, dtype=torch.int32, device=device)
     inverse_R.scatter_(0, rows_R.long().clamp(-1, R) % (R + 1), places_R)
-    return sum_rows(call.y_RD.contiguous(), inverse_R[:R], call.weights_TK.contiguous(), K)
+    given = (call.y_RD.contiguous(), inverse_R[:R], call.weights_TK.contiguous(), K)
+    return sum_rows(*given, ordered=True)
