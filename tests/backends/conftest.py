@@ -1,6 +1,7 @@
 """What tests of kernels for the CPU share: instructions that they are confined to, and threads."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ def confined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     made = kernels.Kind
     named = getattr(request.node, "callspec", None)
     instructions = named.params.get("instructions", "") if named else ""
-    monkeypatch.setattr(kernels, "Kind", lambda *args: made(*args, instructions))
+    with_these = partial(made, instructions=instructions)
+    monkeypatch.setattr(kernels, "Kind", with_these)
 
 
 @pytest.fixture
