@@ -40,7 +40,7 @@ LEAST, SLICE = 3, 0.3  # calls, or seconds, of one measurement
 # Bytes of the sides of a copy, and sizes of square products; both reach the rates.
 COPIES, SQUARES = {"cuda": 2**31, "cpu": 2**27}, {"cuda": 8192, "cpu": 1024}
 LINEAR_VALUES = 2**26  # of the weight that stands for linear layers
-EXPERTS_BYTES = 2**30  # of made-up experts, at most; as few of a layer's as that takes
+EXPERTS_BYTES = 2**29  # of made-up experts, at most; as few of a layer's as that takes
 COPIES_BYTES = 2**28  # and at least, or caches would hold them
 MOST_FLOPS = {"cuda": 1e13, "cpu": 2e10}  # of one call; longer ones are taken in proportion
 LAUNCHES = 3  # of the op of experts on a GPU

@@ -89,7 +89,7 @@ def estimate(asked: Asked, measured: Measured, device: str, here: Here | None) -
     ranges = spread([m.step for m in found]), spread([m.prompt for m in found])
     if here is not None and not here.is_gpu:
         ranges, found = (UNMEASURED, UNMEASURED), []
-    rows, guesses = [], list(_model_guesses(asked))
+    rows, guesses = [], [*_model_guesses(asked), *_format_guesses(asked.formats, measured)]
     if here is not None:
         guesses += here.guesses
         if here.is_gpu and measured.rates_of(device) is None:
@@ -132,6 +132,17 @@ def _model_guesses(asked: Asked) -> list[str]:
     }
     found += [f"experts keep transformers' code ({r}); reckoned as ours" for r in sorted(reasons)]
     return found
+
+
+def _format_guesses(formats: Formats, measured: Measured) -> list[str]:
+    """Formats of linear layers and of heads in which no run is shipped."""
+    runs = measured.ours()
+    asked = ("linear layers", "linears"), ("a head", "head")
+    return [
+        f"{words} in {getattr(formats, name)}, of which no run was measured"
+        for words, name in asked
+        if getattr(formats, name) not in {getattr(run.formats, name) for run in runs}
+    ]
 
 
 def _row(

@@ -76,6 +76,8 @@ class Shares:
                 where = {"us": math.log2(at.us), "rows": math.log2(at.rows)}
                 self._points.append(_Point(time=time, share=share, **where))
         self._others = {(p.time.device, p.time.format) for p in self._points}
+        # Where whole models ran in a format, its layers of another device are known to do.
+        self._ran = {(run.device, run.formats.experts) for run in measured.ours()}
 
     def of(self, experts: Experts, formats: Formats, tokens: float, rates: Rates) -> Share:
         """The share that a layer's experts reach for so many tokens."""
@@ -97,8 +99,19 @@ class Shares:
         value = sum(w * point.share for w, (_, point) in zip(weights, near, strict=True))
         return Share(
             value=value / sum(weights),
-            guess=_guess([(d, point.time) for d, point in near], formats, rates.device),
+            guess=self._guess([(d, point.time) for d, point in near], formats, rates.device),
         )
+
+    def _guess(self, near: Sequence[tuple[float, LayerTime]], formats: Formats, device: str) -> str:
+        """What of a share was not measured, in words."""
+        distance, nearest = near[0]
+        if all(time.format != formats.experts for _, time in near):
+            return f"experts in {formats.experts} were never measured; taken as formats like it"
+        if (device, formats.experts) not in self._ran and all(t.device != device for _, t in near):
+            return f"experts in {formats.experts} were measured on {nearest.device} alone"
+        if distance > FAR:
+            return f"no experts near these sizes were measured in {formats.experts}"
+        return ""
 
 
 def _apart(format: str, formats: Formats) -> float:
@@ -108,15 +121,3 @@ def _apart(format: str, formats: Formats) -> float:
     bits = bits_of(format.partition("+")[0]) / bits_of(formats.weights)
     other_inputs = ("+" in format) != bool(formats.inputs)
     return OTHER_FORMAT * (1 + other_inputs) + OTHER_BITS * abs(math.log2(bits))
-
-
-def _guess(near: Sequence[tuple[float, LayerTime]], formats: Formats, device: str) -> str:
-    """What of a share was not measured, in words."""
-    distance, nearest = near[0]
-    if all(time.format != formats.experts for _, time in near):
-        return f"experts in {formats.experts} were never measured; taken as formats like it"
-    if all(time.device != device for _, time in near):
-        return f"experts in {formats.experts} were measured on {nearest.device} alone"
-    if distance > FAR:
-        return f"no experts near these sizes were measured in {formats.experts}"
-    return ""

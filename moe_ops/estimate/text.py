@@ -101,13 +101,13 @@ def _step(row: Row, known: bool) -> str:
     step = row.step
     low, high = row.tokens_per_s(step.high_ms), row.tokens_per_s(step.low_ms)
     line = (
-        f"{row.batch:>6}{step.ms:>9.2f}{step.floor_ms:>9.2f}{_n(row.tokens_per_s(step.ms)):>10}"
-        f"{f'{_n(low)} to {_n(high)}':>16}"
+        f"{row.batch:>6} {_n(step.ms):>8} {_n(step.floor_ms):>8}"
+        f" {_n(row.tokens_per_s(step.ms)):>9} {f'{_n(low)} to {_n(high)}':>15}"
     )
     if known:
         line += "".join(
-            f"{'-' if value is None else _n(value):>{width}}"
-            for value, width in ((row.measured, 10), (row.stock, 7))
+            f" {'-' if value is None else _n(value):>{width}}"
+            for value, width in ((row.measured, 9), (row.stock, 6))
         )
     return f"{line}  {_limit(step)}"
 
@@ -115,9 +115,9 @@ def _step(row: Row, known: bool) -> str:
 def _prompt(row: Row, length: int) -> str:
     prompt = row.prompt
     return (
-        f"{row.batch:>6}{prompt.ms:>9.1f}{prompt.floor_ms:>9.1f}"
-        f"{_n(row.batch * length / prompt.ms * 1e3):>10}"
-        f"{f'{prompt.low_ms:.0f} to {prompt.high_ms:.0f}':>16}  {_limit(prompt)}"
+        f"{row.batch:>6} {_n(prompt.ms):>8} {_n(prompt.floor_ms):>8}"
+        f" {_n(row.batch * length / prompt.ms * 1e3):>9}"
+        f" {f'{_n(prompt.low_ms)} to {_n(prompt.high_ms)}':>15}  {_limit(prompt)}"
     )
 
 
@@ -155,4 +155,4 @@ def _range(found: Estimate) -> str:
 
 def _n(value: float) -> str:
     """A number in three digits or more."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".removesuffix(".")

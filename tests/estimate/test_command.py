@@ -80,9 +80,11 @@ def test_stock_is_beside_where_it_was_measured(capsys: pytest.CaptureFixture[str
 def test_what_does_not_fit_and_what_is_guessed_are_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["estimate", "minimax", "--device", "h100", "--format", "q4_k"]) == 0
+    words = ["--device", "h100", "--format", "q4_k", "--linears", "int8:row"]
+    assert main(["estimate", "minimax", *words]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "guess: what layers of linear_attention keep, taken for nothing" in text
+    assert "guess: linear layers in int8:row, of which no run was measured" in text
     assert "guess: experts in q4_k were never measured; taken as formats like it" in text
     assert main(["estimate", "mixtral", "--device", "h100"]) == 0
     assert "IT DOES NOT FIT" in capsys.readouterr().out
