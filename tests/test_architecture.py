@@ -99,7 +99,7 @@ MAY_IMPORT = {
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
     "exporting": May(OP | {"decode_ops", "hf", "quant"}, RUNTIMES),
-    "estimate": May(LOW | {"ops", "quant", "planning", "hf", "forward", "generation"}),
+    "estimate": May(LOW | {"ops", "quant", "planning", "hf", "forward", "generation", "installed"}),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "invariant": May(frozenset({"compiler", "forward", "interop", "passes"})),
     "__main__": May(

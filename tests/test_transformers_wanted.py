@@ -65,6 +65,7 @@ for name in ("hf", "published", "generation"):
     tell(name, lambda: importlib.import_module(f"moe_ops.{name}"))
 tell("compile_config", moe_ops.compile_config)
 tell("the command", lambda: main(["explain", "qwen3_moe"]))
+tell("an estimate", lambda: main(["estimate", "qwen3_moe", "--device", "h100"]))
 tell("an example", lambda: runpy.run_path(sys.argv[2]))
 if sys.argv[1] == "old":
     import transformers.integrations.moe as experts
@@ -103,7 +104,7 @@ def test_every_entry_names_the_version_that_is_wanted(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     lines = told(kind, tmp_path)
-    assert len(lines) == (16 if kind == "old" else 12)
+    assert len(lines) == (17 if kind == "old" else 13)
     wanted = f"needs transformers 5.17 or newer, and {fault}; pip install 'torch-moe-ops[hf]'"
     assert [line for line in lines if not line.endswith(wanted)] == []
     assert sum(line.startswith("logged: ") for line in lines) == (kind == "old")

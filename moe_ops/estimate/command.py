@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moe_ops import installed
+from moe_ops.checks.options import check_writable
 from moe_ops.checks.shapes import DTYPES
 
 NAME = "estimate"
@@ -66,7 +68,10 @@ def device(text: str) -> str:
 def run(top: argparse.ArgumentParser, args: argparse.Namespace, build: Callable[[Any], Any]) -> int:
     """Run the command with what makes a model, whose tensors take no memory, of its arguments.
     Returns 0; what cannot be reckoned exits with 2 and a line on stderr."""
-    from moe_ops.checks.options import check_writable
+    try:
+        installed.require_transformers(NAME)
+    except ImportError as error:
+        top.error(str(error))
     from moe_ops.estimate import text
     from moe_ops.estimate.formats import formats_of, require
     from moe_ops.estimate.here import measure
