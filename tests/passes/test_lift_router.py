@@ -15,7 +15,6 @@ from expecttest import assert_expected_inline
 from torch import Tensor, fx
 from torch._inductor.virtualized import V
 
-from moe_ops.ops.by_choice import sum_over_ranks
 from moe_ops.ops.route import route
 from moe_ops.passes.lift_router import lift_router
 from moe_ops.passes.rewriting.context import Context
@@ -24,6 +23,7 @@ from moe_ops.passes.routing.router import Routing, read
 from moe_ops.testing import Tol, assert_close
 from tests.passes.near_misses import OTHERS
 from tests.passes.post_grad import Compiled, text
+from tests.passes.routed_layers import by_choice, over_ranks, there_and_back
 from tests.passes.routers import ROUTERS, E, K, Router, each_router
 
 ops = torch.ops.moe_ops
@@ -115,28 +115,6 @@ def test_a_router_becomes_one_call(name: str, dtype: torch.dtype, dynamic: bool)
         want = layer(router)(*args)
         assert_close(compiled(*args), want, TOL[dtype], f"{name}, {T} tokens")
     assert len(compiled.graphs) == 1
-
-
-def over_ranks(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w_EFD: Tensor) -> Tensor:
-    """The experts of all ranks in one op."""
-    tables = (ids := torch.arange(E, dtype=torch.int32)) * 0, ids
-    halves = w_EFD, w_EFD[:, :, : D // 2].contiguous()
-    return ops.experts_over_ranks(x_TD, weights_TK, ids_TK, *halves, *tables, x_TD.shape[0])
-
-
-def there_and_back(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w_EFD: Tensor) -> Tensor:
-    """What a rank is sent, by the sum of its weights, and sent back."""
-    tables, T = ((ids := torch.arange(E, dtype=torch.int32)) * 0, ids), x_TD.shape[0]
-    x_GD, _, weights_GK, _, *handle = ops.dispatch_tokens(x_TD, weights_TK, ids_TK, *tables, T)
-    return ops.combine_tokens(x_GD * weights_GK.sum(-1, True), ids_TK, *tables, *handle, T)
-
-
-def by_choice(x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, w_EFD: Tensor) -> Tensor:
-    """Experts whose rows ranks add one for each choice, and then a token's own weighs."""
-    halves = w_EFD, w_EFD[:, :, : D // 2].contiguous()
-    return sum_over_ranks(
-        lambda x, weights, ids: ops.experts(x, weights, ids, *halves), x_TD, weights_TK, ids_TK, ""
-    )
 
 
 @pytest.mark.parametrize(
