@@ -360,3 +360,15 @@ def test_a_second_process_hits_the_caches_until_something_changes(tmp_path: Path
 
 def test_all_of_ours_is_known_to_the_cache() -> None:
     assert cache_key.registry_key() is not None
+
+
+def test_no_test_reads_a_graph_that_was_saved() -> None:
+    """A pass meets the same graph again once the process has forgotten it."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        ours = Pipeline(Options(strict=True), passes=())
+        with torch.no_grad():
+            torch.compile(torch.mm, options={"post_grad_custom_post_pass": ours})(
+                *torch.ones(2, 3, 3)
+            )
+        assert len(ours.runs) == 1
