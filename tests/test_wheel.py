@@ -58,6 +58,7 @@ def test_the_wheel_of_an_sdist_runs_outside_the_checkout(tmp_path: Path) -> None
     python(*pip, "install", "--no-deps", "--target", str(site), str(wheel), cwd=tmp_path, path=site)
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"moe_ops"}
     assert list((site / "moe_ops" / "tuned").glob("*.json"))
+    assert (site / "moe_ops" / "estimate" / "measured.json").exists()
     assert python("-c", IN_A_WHEEL, str(site), cwd=tmp_path, path=site).strip() == "ran"
 
 
