@@ -178,7 +178,7 @@ def combine_tokens(call: CombineTokensCall) -> Tensor:
     y_GD: float [G, D]; ids_TK, rank_of_P, slot_of_P, rows, group and collective: what
     `dispatch_tokens` was given; token_N and splits_2R: what it returned. Result [T, D] in y's
     dtype. Raises as `dispatch_tokens` does, and NotImplementedError for gradients of an exchange
-    that are compiled.
+    that are compiled, and where calls are batch invariant and rows are sums of several choices.
     """
     if call.layout == BATCHED:
         out_TD: Tensor = combine_tokens.part(in_rows(call))
