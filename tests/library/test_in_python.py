@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.library import Library
 
 from moe_ops.kernels.cpu import loaded
@@ -114,31 +115,41 @@ def test_sources_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 SCHEMA = "(Tensor x, SymInt n=1) -> Tensor"
 
 
+def one_more(x: Tensor, n: int = 1) -> Tensor:
+    return x + 1
+
+
+def two_more(x: Tensor, n: int = 1) -> Tensor:
+    return x + 2
+
+
 def test_a_schema_is_defined_once() -> None:
     with torch.library._scoped_library("moe_ops", "FRAGMENT") as library:
-        assert not definitions.define("test_of_definitions", SCHEMA, library)
-        assert not definitions.define("test_of_definitions.other", SCHEMA, library)
-        assert definitions.define("test_of_definitions", SCHEMA, library)
-        overload = torch.ops.moe_ops.test_of_definitions.default
-        assert torch.Tag.needs_exact_strides in overload.tags
+        definitions.define("test_of_definitions", SCHEMA, one_more, library)
+        definitions.define("test_of_definitions.other", SCHEMA, two_more, library)
+        packet = torch.ops.moe_ops.test_of_definitions
+        assert torch.Tag.needs_exact_strides in packet.default.tags
+        assert packet.overloads() == ["default", "other"]
+        assert packet.default(torch.zeros(())).item() == 1
+        assert packet.other(torch.zeros(())).item() == 2
 
 
 def test_another_schema_is_refused() -> None:
     with torch.library._scoped_library("moe_ops", "FRAGMENT") as library:
-        definitions.define("test_of_others", SCHEMA, library)
+        definitions.define("test_of_others", SCHEMA, one_more, library)
         changed = SCHEMA.replace("n=1", "n=2")
         with pytest.raises(
             ImportError, match=r"defines .*n=1.*but this moe_ops .*n=2.*build it ag"
         ):
-            definitions.define("test_of_others", changed, library)
+            definitions.define("test_of_others", changed, one_more, library)
 
 
 def test_a_kernel_is_taken_over_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     with torch.library._scoped_library("moe_ops", "FRAGMENT") as first:
-        definitions.define("test_of_taking", SCHEMA, first)
-        first.impl("test_of_taking", lambda x, n=1: x + 1, "CPU")
+        first.define(f"test_of_taking{SCHEMA}")
+        first.impl("test_of_taking", one_more, "CPU")
         second = Library("moe_ops", "FRAGMENT")
-        definitions.take_over("test_of_taking", lambda x, n=1: x + 2, second)
+        definitions.define("test_of_taking", SCHEMA, two_more, second)
         assert torch.ops.moe_ops.test_of_taking(torch.zeros(())).item() == 2
         second._destroy()
     assert not recwarn.list
