@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_ops.backends import aten, cpu_codes, reads
+from moe_ops.backends.cpu_panels import least_panel_rows
 from moe_ops.checks.shapes import DTYPES
 from moe_ops.kernels import cpu as kernels
 from moe_ops.ops.dispatch import local_ids
@@ -75,7 +76,8 @@ def stream_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` that reads each weight once."""
     x_RD, w_EFD, ends_E = call.x_RD, call.w_EFD, call.ends_E
     y_RF = x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
-    if not kernels.gemm(_rows(x_RD), w_EFD, ends_E.contiguous(), call.bias_EF, y_RF):
+    ends_E, least = ends_E.contiguous(), least_panel_rows()
+    if not kernels.gemm(_rows(x_RD), w_EFD, ends_E, call.bias_EF, y_RF, least):
         checked_ends(ends_E, x_RD.shape[0])
     return y_RF
 
@@ -129,6 +131,7 @@ def stream_experts(call: ExpertsCall) -> Tensor:
         _rows(call.x_TD), call.weights_TK.contiguous(), ids_TK.contiguous(),
         call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED,
         call.kind, call.gated, call.interleaved, call.alpha, call.limit, call.up_shift,
+        least_panel_rows(),
     )  # fmt: skip
 
 

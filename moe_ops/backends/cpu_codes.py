@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from moe_ops.backends.cpu_panels import least_panel_rows
 from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant.formats import ALL, ROW, TENSOR, Format, keep_by_format
 from moe_ops.registry.gradients import needs_grad
-from moe_ops.registry.invariance import INVARIANT, Refused
+from moe_ops.registry.invariance import Refused
 
 SMALL_GROUPS, GROUP = (32, 64), 128
 
@@ -111,9 +112,7 @@ def run(call: ExpertsCall, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         kernels.Codes(c.w2_EDI, c.w2_scale_EDG, c.w2_zero_EDG, format.group, of_h),
         (c.b13_EF, c.b2_ED),
         (c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift),
-        kernels.Kind(
-            format.element, format.scale, _element(c.x_format), invariant=INVARIANT.get()
-        ),
+        kernels.Kind(format.element, format.scale, _element(c.x_format)), least_panel_rows(),
     )  # fmt: skip
 
 

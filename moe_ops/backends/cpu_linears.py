@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from moe_ops.backends.cpu_codes import refusal_of_weights
+from moe_ops.backends.cpu_panels import least_panel_rows
 from moe_ops.backends.strides import contiguous, with_rows
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
 from moe_ops.kernels.cpu import quantized as kernels
 from moe_ops.quant.formats import Format
 from moe_ops.registry.gradients import needs_grad
-from moe_ops.registry.invariance import INVARIANT
 
 
 def supports(call: QuantizedLinearsCall) -> str | None:
@@ -34,7 +34,7 @@ def supports(call: QuantizedLinearsCall) -> str | None:
 def multiply(call: QuantizedLinearsCall) -> list[Tensor]:
     """`quantized_linears` by kernels that decode codes as they read them."""
     x_TK, format = with_rows(call.x_TK), Format.of(call.w_format)
-    of = kernels.Kind(format.element, format.scale, invariant=INVARIANT.get())
+    of = kernels.Kind(format.element, format.scale)
     outs = []
     for g, w_NK in enumerate(call.weights):
         zero, bias = call.zeros[g], call.biases[g]
@@ -42,5 +42,5 @@ def multiply(call: QuantizedLinearsCall) -> list[Tensor]:
             w_NK[None], call.scales[g][None], None if zero is None else zero[None], format.group
         )
         bias = None if bias is None else contiguous(bias.to(x_TK.dtype))
-        outs.append(kernels.linear(x_TK, codes, bias, of))
+        outs.append(kernels.linear(x_TK, codes, bias, of, least_panel_rows()))
     return outs

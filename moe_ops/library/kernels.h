@@ -13,7 +13,7 @@ void moe_dispatch(const Pairs*, const char* x, const int32_t* local, char* to, i
 #define MOE_DECLARED(dtype)                                                                                      \
   bool moe_gemm_##dtype(const void* w, int64_t expert_stride, int64_t row_stride, int64_t column_stride,         \
                         const void* bias, const void* x, int64_t x_stride, const int32_t* ends, void* y,         \
-                        int64_t R, int64_t E, int64_t F, int64_t D, int threads);                                \
+                        int64_t R, int64_t E, int64_t F, int64_t D, int threads, int32_t least_panel_rows);      \
   void moe_experts_##dtype(const Layer*, const void* x, const void* ids, const void* weights, const void* w13,   \
                            const void* w2, const void* b13, const void* b2, void* out);                          \
   void moe_activate_##dtype(const Activation*, const void* y, int64_t y_stride, int64_t R, int64_t I, void* h,   \

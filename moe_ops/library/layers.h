@@ -58,7 +58,7 @@ struct Routed {
         b13(bias_like(check, "b13_EF", c.b13_EF, s.E, s.F, tokens.scalar_type())),
         b2(bias_like(check, "b2_ED", c.b2_ED, s.E, s.D, tokens.scalar_type())),
         layer{s.T, s.K, s.E, s.F, s.D, s.I, x.stride(0), 0, 0, 0, 0, 1, 1,
-              ids.scalar_type() == ScalarType::Long, weights.scalar_type() == ScalarType::Float, threads(),
+              ids.scalar_type() == ScalarType::Long, weights.scalar_type() == ScalarType::Float, threads(), 0,
               activation_of(check, c)} {}
 };
 

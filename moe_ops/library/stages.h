@@ -161,7 +161,7 @@ inline Tensor expert_gemm(const ExpertGemmCall& c, const char* op) {
   const Tensor y = empty_like_rows(x, {R, w.outputs}, dtype);
   const auto run = dtype == ScalarType::Float ? moe_gemm_float32 : moe_gemm_bfloat16;
   if (!run(data(w.w), w.expert_stride, w.row_stride, w.column_stride, data(bias), data(x), x.stride(0),
-           static_cast<const int32_t*>(data(ends)), written<void>(y), R, E, w.outputs, D, threads()))
+           static_cast<const int32_t*>(data(ends)), written<void>(y), R, E, w.outputs, D, threads(), 0))
     refuse_ends(op, ends, R);
   return y;
 }

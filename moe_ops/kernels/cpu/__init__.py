@@ -24,7 +24,14 @@ KINDS = ("silu", "gelu", "gelu_tanh", "relu2")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
 FILLS = ("-inf", "zero", "zero_weight")
 FLAGS = ("-ffp-contract=fast",)
-SOURCES = ("records.h", "layer.h", "columns.h", "experts.cpp", "route.cpp", "stages.cpp")
+SOURCES = (
+    "records.h", "layer.h", "products.h", "tiles.h", "float_panels.h", "columns.h", "experts.cpp",
+    "route.cpp", "stages.cpp",
+)  # fmt: skip
+
+# From how many rows of an expert on panels of its weights multiply: where that is faster; always,
+# or never, so that sums do not depend on the number of rows.
+WHERE_FASTER, PANELS, STREAMS = 0, 1, 2**31 - 1
 
 
 class ActivationFields(ctypes.Structure):
@@ -46,8 +53,8 @@ class LayerFields(ctypes.Structure):
         *((name, c_int64) for name in ("w2_expert_stride", "w2_row_stride")),
         *((name, c_int64) for name in ("w13_column_stride", "w2_column_stride")),
         *((name, c_int32) for name in ("ids_are_int64", "weights_are_float32", "threads")),
+        ("least_panel_rows", c_int32),
         ("activation", ActivationFields),
-        ("invariant", c_int32),
     ]
 
 
@@ -66,7 +73,8 @@ _SIGNATURES = {
     "moe_gemm": [
         *(c_void_p, c_int64, c_int64, c_int64, c_void_p),  # w, its strides, bias
         *(c_void_p, c_int64, c_void_p, c_void_p),  # x, its row stride, ends, y
-        *(c_int64, c_int64, c_int64, c_int64, ctypes.c_int),  # R, E, F, D, threads
+        *(c_int64, c_int64, c_int64, c_int64),  # R, E, F, D
+        *(c_int32, c_int32),  # threads, least_panel_rows
     ],
     "moe_experts": [
         ctypes.POINTER(LayerFields),
@@ -78,8 +86,12 @@ _SIGNATURES = {
 
 
 @functools.cache
-def plain_library() -> ctypes.CDLL:
-    library = loaded.library() or built(loaded.text_of(SOURCES), "", FLAGS)
+def plain_library(instructions: str = "") -> ctypes.CDLL:
+    """The kernels, confined to some of the instructions that `quantized.INSTRUCTIONS` lists."""
+    library = None if instructions else loaded.library()
+    if library is None:
+        confined = (f"-DMOE_AT_MOST_{instructions}",) if instructions else ()
+        library = built(loaded.text_of(SOURCES), "", (*FLAGS, *confined))
     for name, signature in _SIGNATURES.items():
         for dtype in ("bfloat16", "float32"):
             function = getattr(library, f"{name}_{dtype}")
@@ -114,7 +126,14 @@ def pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
-def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_RF: Tensor) -> bool:
+def gemm(
+    x_RD: Tensor,
+    w_EFD: Tensor,
+    ends_E: Tensor,
+    bias_EF: Tensor | None,
+    y_RF: Tensor,
+    least_panel_rows: int = 0,
+) -> bool:
     """y[r] = w[e(r)] @ x[r] + bias[e(r)] for every row r of an expert; other rows stay untouched.
     False, and nothing is read or written, unless the ends ascend within the rows of x.
 
@@ -130,7 +149,7 @@ def gemm(x_RD: Tensor, w_EFD: Tensor, ends_E: Tensor, bias_EF: Tensor | None, y_
     done: bool = run(
         *(w_EFD.data_ptr(), w_EFD.stride(0), w_EFD.stride(1), 1, pointer(bias_EF)),
         *(x_RD.data_ptr(), x_RD.stride(0), ends_E.data_ptr(), y_RF.data_ptr()),
-        *(x_RD.shape[0], E, F, D, torch.get_num_threads()),
+        *(x_RD.shape[0], E, F, D, torch.get_num_threads(), least_panel_rows),
     )
     return done
 
@@ -143,10 +162,13 @@ def layer_of(
     w2: Tensor,
     width: int,
     activation: tuple[str, bool, bool, float, float | None, float],
-    invariant: bool = False,
+    least_panel_rows: int = 0,
 ) -> LayerFields:
     """The sizes and strides of a layer whose experts have this width after the activation: its
     kind, gated, interleaved, alpha, limit and up_shift. Strides of weights count their elements.
+
+    Experts with `least_panel_rows` rows or more are multiplied by panels, whose results do not
+    depend on the number of rows; 0 is where that is faster.
     """
     T, K = ids_TK.shape
     E, F = w13.shape[:2]
@@ -156,11 +178,11 @@ def layer_of(
         *(w13.stride(0), w13.stride(1), w2.stride(0), w2.stride(1)),
         *(1, 1),  # from column to column
         *(ids_TK.dtype == torch.int64, weights_TK.dtype == torch.float32, torch.get_num_threads()),
+        least_panel_rows,
         ActivationFields(
             *(KINDS.index(kind), gated, interleaved, limit is not None),
             *(alpha, limit or 0.0, up_shift),
         ),
-        invariant,
     )
 
 
@@ -178,17 +200,19 @@ def experts(
     alpha: float,
     limit: float | None,
     up_shift: float,
+    least_panel_rows: int = 0,
 ) -> Tensor:
     """The `experts` op, in one parallel region; the intermediate of the first product stays
     float32.
 
     x and all weights and biases: bfloat16 or float32, one dtype; x and the weights need a stride of
     1 on the last axis, biases are contiguous; weights_TK is float32 or of x's dtype; ids and
-    weights_TK are contiguous, ids outside [0, E) mean "not here".
+    weights_TK are contiguous, ids outside [0, E) mean "not here". `least_panel_rows` is as
+    in `layer_of`.
     """
     layer = layer_of(
         x_TD, weights_TK, ids_TK, w13_EFD, w2_EDI, w2_EDI.shape[2],
-        (kind, gated, interleaved, alpha, limit, up_shift),
+        (kind, gated, interleaved, alpha, limit, up_shift), least_panel_rows,
     )  # fmt: skip
     out_TD = x_TD.new_empty(x_TD.shape)
     run = (

@@ -8,13 +8,6 @@ namespace {
 // Sums stay in registers, two for each token.
 constexpr int kColumns = 2 * kLanes, kColumnTokens = 4;
 
-inline Floats load_as_floats(const float* p) { return load_floats(p); }
-inline Floats load_as_floats(const bf16* p) {
-  Halves bits;
-  std::memcpy(&bits, p, kVectorBytes / 2);
-  return (Floats)(__builtin_convertvector(bits, Words) << 16);
-}
-
 // sums[t * kColumns + j] = sum_d w[d * stride + j] * x[t][d] for j < n, which is kColumns at most.
 template <typename T, int Tokens>
 void columns_block(const T* w, int64_t stride, const T* const* x, int64_t D, int64_t n, float* sums) {

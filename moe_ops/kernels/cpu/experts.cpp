@@ -1,9 +1,10 @@
-// CPU kernels for few rows per expert, where the time is that of reading the weights once.
+// CPU kernels of experts in floats: y[r, f] = dot(w[e, f, :], x[r, :]).
 //
-// Every weight row is streamed from memory exactly once, in order, with a software prefetch, and multiplied
-// with all the tokens of its expert while it is in registers: y[r, f] = dot(w[e, f, :], x[r, :]). Nothing is
-// copied or laid out anew. `moe_experts` runs the whole layer in one parallel region: at one token the Python and
-// ATen calls between the stages run slowly, because the weights have evicted their code from the caches.
+// Of an expert with few rows the time is that of reading the weights: every weight row is streamed from memory exactly
+// once, in order, with a software prefetch, and multiplied with all the tokens of its expert while it is in registers.
+// Nothing is copied or laid out anew. Of one with many rows it is that of products, for which float_panels.h transposes
+// weights. `moe_experts` runs the whole layer in one parallel region: at one token the Python and ATen calls between the
+// stages run slowly, because the weights have evicted their code from the caches.
 
 namespace {
 
@@ -18,7 +19,7 @@ template <> struct Lane<float> {
   static void dot(Floats& acc, const Lane& w, const Lane& x) { acc += w.v * x.v; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(MOE_BF16)
 template <> struct Lane<bf16> {
   static constexpr int width = 32;
   __m512bh v;
@@ -90,13 +91,52 @@ template <typename T> struct Weights {
   bool by_columns() const { return column_stride != 1; }
 };
 
+// The products of an expert's rows by panels, as tiles.h wants them: how a panel is loaded and multiplied.
+template <typename T, typename Source, typename Body>
+void with_panel(const Weights<T>& w, FloatPanel<T>& panel, int32_t e, const Rows& rows, const Source& source,
+                const Body& body) {
+  const int64_t begin = rows.begin(e), end = rows.ends[e];
+  body(
+      [&](const auto& row_of) {
+        const auto row = [&](int place) {
+          const int64_t f = row_of(place);
+          return f < 0 ? nullptr : w.row(e, f);
+        };
+        panel.load(row, end - begin);
+      },
+      [&](const auto& use) { panel.multiply(begin, end, source, use); });
+}
+
+// Whether an expert has so many rows that panels multiply them; `least` as in Layer.
+inline bool by_panels(const Rows& rows, int32_t e, int32_t least) {
+  return rows.ends[e] - rows.begin(e) >= (least ? least : kLeastPanelRows);
+}
+
+// What a thread multiplies such experts with, of weights with so many columns.
+template <typename T> FloatPanel<T> panel_for(const Weights<T>& w, int64_t columns, const Rows& rows, int32_t least) {
+  bool used = false, laid_out = false;
+  for (const int32_t e : rows.active) {
+    if (w.by_columns() || !by_panels(rows, e, least)) continue;
+    used = true;
+    laid_out |= rows.ends[e] - rows.begin(e) > kFewRows;
+  }
+  return FloatPanel<T>(columns, used, laid_out);
+}
+
 // Outputs [first, last) of one expert's product: output f of row r is stored at target(r) + f; source(r) is row r of x.
 template <typename T, typename Source, typename Target>
-void product(const Weights<T>& w, const T* bias, int32_t e, int64_t first, int64_t last, const Rows& rows,
-             int64_t F, int64_t D, const Source& source, const Target& target) {
+void product(const Weights<T>& w, FloatPanel<T>& panel, const T* bias, int32_t e, int64_t first, int64_t last,
+             const Rows& rows, int32_t least, int64_t F, int64_t D, const Source& source, const Target& target) {
   if (w.by_columns()) {
     columns_product(w.row(e, 0), w.column_stride, bias ? bias + e * F : nullptr, e, first, last, rows, D, source,
                     target);
+    return;
+  }
+  if (by_panels(rows, e, least)) {
+    const T* const b = bias ? bias + e * F : nullptr;
+    with_panel(w, panel, e, rows, source, [&](const auto& load, const auto& multiply) {
+      product_by_panels(b, first, last, target, load, multiply);
+    });
     return;
   }
   const T* xs[kMaxTokens];
@@ -132,26 +172,38 @@ bool ends_fit(const int32_t* ends, int64_t E, int64_t R) {
 
 template <typename T>
 void gemm(const Weights<T>& w, const T* bias, const T* x, int64_t x_stride, const int32_t* ends, T* y, int64_t E,
-          int64_t F, int64_t D, int threads) {
+          int64_t F, int64_t D, int threads, int32_t least) {
   const Rows rows(nullptr, ends, E);
 #pragma omp parallel num_threads(threads_for(int64_t(rows.active.size()) * F * D, threads))
-  for_chunks(rows, F, [&](int32_t e, int64_t first, int64_t last) {
-    product(w, bias, e, first, last, rows, F, D, [&](int64_t r) { return x + r * x_stride; },
-            [&](int64_t r) { return y + r * F; });
-  });
+  {
+    FloatPanel<T> panel = panel_for(w, D, rows, least);
+    for_chunks(rows, F, [&](int32_t e, int64_t first, int64_t last) {
+      product(w, panel, bias, e, first, last, rows, least, F, D, [&](int64_t r) { return x + r * x_stride; },
+              [&](int64_t r) { return y + r * F; });
+    });
+  }
 }
 
 // h[r, i] = act(w13[gate row i] . x + b13, w13[up row i] . x + b13) for rows i of [first, last).
 template <typename T>
-void first_product(const Layer& l, const Weights<T>& w, const T* bias, const T* x, const Rows& rows, T* h,
-                   int32_t e, int64_t first, int64_t last) {
+void first_product(const Layer& l, const Weights<T>& w, FloatPanel<T>& panel, const T* bias, const T* x,
+                   const Rows& rows, T* h, int32_t e, int64_t first, int64_t last) {
   const Activation& a = l.activation;
+  const auto source = [&](int64_t r) { return x + rows.pair(r) / l.K * l.x_stride; };
+  if (by_panels(rows, e, l.least_panel_rows)) {
+    const T* const b = bias ? bias + e * l.F : nullptr;
+    with_panel(w, panel, e, rows, source, [&](const auto& load, const auto& multiply) {
+      first_by_panels(l, b, first, last, h, load, multiply,
+                      [&](const Floats& gate, const Floats& up) { return activate(a, gate, up); });
+    });
+    return;
+  }
   const int64_t up_distance = a.interleaved ? 1 : l.I;
   const T* xs[kMaxTokens];
   float dots[2 * kMaxTokens];
   for (int32_t r0 = rows.begin(e); r0 < rows.ends[e]; r0 += kMaxTokens) {
     const int tokens = std::min<int32_t>(kMaxTokens, rows.ends[e] - r0);
-    for (int t = 0; t < tokens; ++t) xs[t] = x + (rows.pair(r0 + t) / l.K) * l.x_stride;
+    for (int t = 0; t < tokens; ++t) xs[t] = source(r0 + t);
     for (int64_t i = first; i < last; ++i) {
       const int64_t gate_row = a.interleaved ? 2 * i : i;
       const T* gate = w.row(e, gate_row);
@@ -185,9 +237,11 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
   const std::unique_ptr<float[]> y_RF(first.by_columns() ? new float[R * l.F] : nullptr);
 #pragma omp parallel num_threads(threads_for(int64_t(rows.active.size()) * l.F * l.D, l.threads))
   {
+    FloatPanel<T> panel13 = panel_for(first, l.D, rows, l.least_panel_rows);
+    FloatPanel<T> panel2 = panel_for(second, l.I, rows, l.least_panel_rows);
     if (first.by_columns()) {
       for_chunks(rows, l.F, [&](int32_t e, int64_t begin, int64_t end) {
-        product(first, b13, e, begin, end, rows, l.F, l.D,
+        product(first, panel13, b13, e, begin, end, rows, l.least_panel_rows, l.F, l.D,
                 [&](int64_t r) { return x + rows.pair(r) / l.K * l.x_stride; },
                 [&](int64_t r) { return y_RF.get() + r * l.F; });
       });
@@ -195,12 +249,12 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
       for (int64_t r = 0; r < ends[l.E - 1]; ++r) activate_row(l.activation, y_RF.get() + r * l.F, l.I, h + r * l.I);
     } else {
       for_chunks(rows, l.I, [&](int32_t e, int64_t begin, int64_t end) {
-        first_product(l, first, b13, x, rows, h, e, begin, end);
+        first_product(l, first, panel13, b13, x, rows, h, e, begin, end);
       });
     }
     for_chunks(rows, l.D, [&](int32_t e, int64_t begin, int64_t end) {
-      product(second, b2, e, begin, end, rows, l.D, l.I, [&](int64_t r) { return h + r * l.I; },
-              [&](int64_t r) { return y + rows.pair(r) * l.D; });
+      product(second, panel2, b2, e, begin, end, rows, l.least_panel_rows, l.D, l.I,
+              [&](int64_t r) { return h + r * l.I; }, [&](int64_t r) { return y + rows.pair(r) * l.D; });
     });
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < l.T; ++t) combine_token(l, t, y, has_row.data(), weights, out);
@@ -213,10 +267,10 @@ void experts(const Layer& l, const T* x, const void* ids, const void* weights, c
   extern "C" bool moe_gemm_##name(const T* w, int64_t expert_stride, int64_t row_stride,                     \
                                   int64_t column_stride, const T* bias, const T* x, int64_t x_stride,        \
                                   const int32_t* ends, T* y, int64_t R, int64_t E, int64_t F, int64_t D,     \
-                                  int threads) {                                                             \
+                                  int threads, int32_t least_panel_rows) {                                   \
     if (!ends_fit(ends, E, R)) return false;                                                                 \
     const Weights<T> weights{w, expert_stride, row_stride, column_stride};                                   \
-    gemm(weights, bias, x, x_stride, ends, y, E, F, D, threads);                                             \
+    gemm(weights, bias, x, x_stride, ends, y, E, F, D, threads, least_panel_rows);                             \
     return true;                                                                                             \
   }                                                                                                          \
   extern "C" void moe_experts_##name(const Layer* l, const T* x, const void* ids, const void* weights,       \

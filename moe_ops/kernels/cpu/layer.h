@@ -61,6 +61,20 @@ inline Floats load_floats(const float* p) {
   return v;
 }
 
+inline Floats load_as_floats(const float* p) { return load_floats(p); }
+inline Floats load_as_floats(const bf16* p) {
+  Halves bits;
+  std::memcpy(&bits, p, kVectorBytes / 2);
+  return (Floats)(__builtin_convertvector(bits, Words) << 16);
+}
+// The first n lanes, and zeros.
+template <typename T> inline Floats load_as_floats(const T* p, int64_t n) {
+  if (n >= kLanes) return load_as_floats(p);
+  T some[kLanes] = {};
+  std::memcpy(some, p, n * sizeof(T));
+  return load_as_floats(some);
+}
+
 // Lane by lane, where a comparison was true or not.
 inline Floats choose(const Integers& where, const Floats& yes, const Floats& no) {
   return (Floats)(((Words)where & (Words)yes) | (~(Words)where & (Words)no));
@@ -137,6 +151,15 @@ constexpr int kMaxTokens = kVectorBytes == 64 ? 8 : 4;
 constexpr int kRowsPerTask = 32;
 // Waking the other threads costs microseconds: products smaller than this stay on one.
 constexpr int64_t kParallelElements = 1 << 16;
+
+// Aligned memory that is not initialised.
+template <typename T> struct Buffer {
+  std::unique_ptr<char[]> memory;
+  T* data;
+  explicit Buffer(int64_t size) : memory(new char[size * sizeof(T) + 64]) {
+    data = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t(63));
+  }
+};
 
 // Rows sorted by expert: expert e has rows [ends[e - 1], ends[e]), row r stands for pair order[r].
 struct Rows {
@@ -236,16 +259,17 @@ template <typename T, typename RowOf> Floats bias_of(const T* bias, int64_t n, c
 template <typename T, typename RowOf>
 void combine_rows(int64_t K, int64_t D, const RowOf& row, const void* weights, int64_t first, bool weights_are_float32,
                   T* out) {
-  for (int64_t d = 0; d < D; ++d) {
-    float total = 0.0f;
+  for (int64_t d = 0; d < D; d += kLanes) {
+    const int64_t n = std::min<int64_t>(kLanes, D - d);
+    Floats total = {};
     for (int64_t k = 0; k < K; ++k) {
       const T* const y = row(k);
       if (!y) continue;
-      const float v = to_float(y[d]);
+      const Floats v = load_as_floats(y + d, n);
       if (weights_are_float32) total += v * static_cast<const float*>(weights)[first + k];
       else total += round_to<T>(v * to_float(static_cast<const T*>(weights)[first + k]));  // as dtypes promote
     }
-    store(out + d, total);
+    store(out + d, total, n);
   }
 }
 

@@ -243,7 +243,8 @@ template <typename T, typename W, typename V> V activated(const Layer& l, V gate
 
 // Whether an expert has so many rows that its codes are decoded ahead of the products.
 template <typename W> bool by_panels(const Layer& l, const Rows& rows, int32_t e) {
-  return !W::kIntegers && !l.invariant && rows.ends[e] - rows.begin(e) >= kLeastPanelTokens;
+  const int32_t least = l.least_panel_rows ? l.least_panel_rows : kLeastPanelTokens;
+  return !W::kIntegers && rows.ends[e] - rows.begin(e) >= least;
 }
 
 // h[r, i] = act(w13[gate row i] . x + b13, w13[up row i] . x + b13) for rows i of [first, last).
@@ -257,29 +258,10 @@ void first_product(const Layer& l, Worker<W>& worker, const T* bias, const Arran
   const auto source = [&](int64_t r) { return routed ? r : rows.pair(r) / l.K; };
   if constexpr (!W::kIntegers) {
     if (by_panels<W>(l, rows, e)) {
-      const auto gate_bias = [&](int64_t i0) {
-        return bias_of(b, last - i0, [&](int64_t i) { return gate_row(i0 + i); });
-      };
-      const auto up_bias = [&](int64_t i0) {
-        return bias_of(gated ? b : nullptr, last - i0, [&](int64_t i) { return gate_row(i0 + i) + up_distance; });
-      };
-      const auto put = [&](int64_t r, int64_t i0, const Floats& gate, const Floats& up) {
-        store(h + r * l.I + i0, activated<T, W>(l, gate, up), last - i0);
-      };
-      const int64_t each = gated ? kLanes : kPanelRows;
-      for (int64_t i0 = first; i0 < last; i0 += each) {
-        const auto row_of = [&](int place) {
-          const int64_t i = i0 + (gated ? place % kLanes : place);
-          return i >= last ? -1 : gate_row(i) + (gated && place >= kLanes ? up_distance : 0);
-        };
-        const Floats biases[2] = {gate_bias(i0), gated ? up_bias(i0) : gate_bias(i0 + kLanes)};
-        worker.panel.load(e, row_of, worker.row);
-        worker.panel.multiply(x, rows.begin(e), rows.ends[e], source, [&](int64_t r, const Floats* dots) {
-          const Floats one = dots[0] + biases[0], two = dots[1] + biases[1];
-          put(r, i0, one, two);
-          if (!gated && i0 + kLanes < last) put(r, i0 + kLanes, two, two);
-        });
-      }
+      first_by_panels(
+          l, b, first, last, h, [&](const auto& row_of) { worker.panel.load(e, row_of, worker.row); },
+          [&](const auto& body) { worker.panel.multiply(x, rows.begin(e), rows.ends[e], source, body); },
+          [&](const Floats& gate, const Floats& up) { return activated<T, W>(l, gate, up); });
       return;
     }
   }
@@ -311,19 +293,10 @@ void second_product(const Layer& l, Worker<W>& worker, const T* bias, const Arra
   };
   if constexpr (!W::kIntegers) {
     if (by_panels<W>(l, rows, e)) {
-      for (int64_t d0 = first; d0 < last; d0 += kPanelRows) {
-        const auto row_of = [&](int place) { return d0 + place < last ? d0 + place : -1; };
-        const T* const b = bias ? bias + e * l.D + d0 : nullptr;
-        const auto same = [](int64_t i) { return i; };
-        const Floats biases[2] = {bias_of(b, last - d0, same),
-                                  bias_of(b ? b + kLanes : b, last - d0 - kLanes, same)};
-        worker.panel.load(e, row_of, worker.row);
-        worker.panel.multiply(h, rows.begin(e), rows.ends[e], source, [&](int64_t r, const Floats* dots) {
-          T* const to = y + rows.pair(r) * l.D + d0;
-          for (int i = 0; i < 2; ++i)
-            if (const int64_t n = last - d0 - i * kLanes; n > 0) store(to + i * kLanes, dots[i] + biases[i], n);
-        });
-      }
+      product_by_panels(
+          bias ? bias + e * l.D : nullptr, first, last, [&](int64_t r) { return y + rows.pair(r) * l.D; },
+          [&](const auto& row_of) { worker.panel.load(e, row_of, worker.row); },
+          [&](const auto& body) { worker.panel.multiply(h, rows.begin(e), rows.ends[e], source, body); });
       return;
     }
   }

@@ -18,8 +18,8 @@ from moe_ops.kernels.cpu import LayerFields, layer_of, loaded, pointer, refusal_
 from moe_ops.kernels.cpu.built import built
 
 SOURCES = (
-    "records.h", "layer.h", "codes.h", "blocks.h", "inputs.h", "weights.h", "panels.h",
-    "quantized.cpp",
+    "records.h", "layer.h", "products.h", "codes.h", "blocks.h", "inputs.h", "weights.h", "tiles.h",
+    "panels.h", "quantized.cpp",
 )  # fmt: skip
 # Names of codes.h and blocks.h by element type.
 ELEMENTS = {
@@ -69,15 +69,13 @@ class _Inputs(ctypes.Structure):
 @dataclass(frozen=True, slots=True)
 class Kind:
     """Which kernels: an element type of codes, a type of scales, an element type of inputs (one of
-    INPUTS), and one of INSTRUCTIONS; `invariant`: those whose sums for a token do not depend on how
-    many there are.
+    INPUTS), and one of INSTRUCTIONS.
     """
 
     element: str
     scale: str
     inputs: str = ""
     instructions: str = ""
-    invariant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +182,7 @@ def experts(
     biases: tuple[Tensor | None, Tensor | None],
     activation: tuple[str, bool, bool, float, float | None, float],
     of: Kind,
+    least_panel_rows: int = 0,
 ) -> Tensor:
     """The `experts` op on codes of a kind, in one parallel region; the activations between
     the products are rounded to x's dtype, and then quantised where the kind says so.
@@ -194,12 +193,12 @@ def experts(
     ids outside [0, E) mean "not here". Groups of columns are all of them, 32, 64 or a multiple of
     128; those of inputs are all of a row's, or a multiple of 128 that is the weight's too. Inputs
     of int8 want weights of int8 with one scale a row, and widths up to MOST_INTEGERS. `activation`
-    is as in `layer_of`.
+    and `least_panel_rows` are as in `layer_of`.
     """
     gated, width = activation[1], w13.values.shape[1]
     width = width // 2 if gated else width
     layer = layer_of(
-        x_TD, weights_TK, ids_TK, w13.values, w2.values, width, activation, of.invariant
+        x_TD, weights_TK, ids_TK, w13.values, w2.values, width, activation, least_panel_rows
     )
     out_TD = x_TD.new_empty(x_TD.shape)
     _functions(of.element, of.inputs, of.instructions)[x_TD.dtype](
@@ -228,19 +227,20 @@ def _linears(element: str, instructions: str) -> dict[torch.dtype, Any]:
     return functions
 
 
-def linear(x_TK: Tensor, w: Codes, bias_N: Tensor | None, of: Kind) -> Tensor:
+def linear(
+    x_TK: Tensor, w: Codes, bias_N: Tensor | None, of: Kind, least_panel_rows: int = 0
+) -> Tensor:
     """y[t] = W x[t] + b for a weight of codes of a kind, of one "expert", in one parallel region.
 
     x and bias: bfloat16 or float32, one dtype; x and codes need a stride of 1 on the last axis, the
-    bias is contiguous. Groups of columns are as in `experts`.
+    bias is contiguous. Groups of columns and `least_panel_rows` are as in `experts`.
     """
     (T, K), N = x_TK.shape, w.values.shape[1]
     layer = LayerFields(
         *(T, 1, 1, 0, N, K, x_TK.stride(0)),
         *(0, 0, w.values.stride(0), w.values.stride(1)),
         *(1, 1),
-        *(False, False, torch.get_num_threads()),
-        invariant=of.invariant,
+        *(False, False, torch.get_num_threads(), least_panel_rows),
     )
     out_TN = x_TK.new_empty(T, N)
     _linears(of.element, of.instructions)[x_TK.dtype](

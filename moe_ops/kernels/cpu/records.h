@@ -18,8 +18,8 @@ struct Layer {
   int64_t x_stride, w13_expert_stride, w13_row_stride, w2_expert_stride, w2_row_stride;
   int64_t w13_column_stride, w2_column_stride;
   int32_t ids_are_int64, weights_are_float32, threads;
+  int32_t least_panel_rows;  // of an expert, from which on panels multiply; 0: where they are faster
   Activation activation;
-  int32_t invariant;  // whether a token's sums may not depend on how many there are
 };
 
 struct Router {

@@ -24,15 +24,6 @@ inline void from_e8m0(const uint8_t* codes, int64_t n, float* to) {
   for (; i < n; ++i) to[i] = from_e8m0(codes[i]);
 }
 
-// Aligned memory that is not initialised.
-template <typename T> struct Buffer {
-  std::unique_ptr<char[]> memory;
-  T* data;
-  explicit Buffer(int64_t size) : memory(new char[size * sizeof(T) + 64]) {
-    data = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) & ~uintptr_t(63));
-  }
-};
-
 // How the columns of a span divide into steps and groups.
 enum Span {
   kSteps,   // several steps of one group
