@@ -157,12 +157,22 @@ def supports_route(call: RouteCall) -> str | None:
 )
 def route_tokens(call: RouteCall) -> tuple[Tensor, Tensor]:
     """`route` in one pass over each token's logits."""
+    routed = _routed(call, None)
+    assert routed is not None, "only given experts are refused"
+    return routed
+
+
+def _routed(call: RouteCall, given_TK: Tensor | None) -> tuple[Tensor, Tensor] | None:
     c = call
-    weights_TK, ids_TK = kernels.route(
+    routed = kernels.route(
         c.logits_TE.float().contiguous(), c.top_k, _float32(c.bias_E),
         _float32(c.per_expert_scale_E), c.score, c.select_on, c.n_group, c.topk_group,
         c.group_reduce, c.group_fill, c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale,
+        given_TK,
     )  # fmt: skip
+    if routed is None:
+        return None
+    weights_TK, ids_TK = routed
     dtype = DTYPES[c.out_dtype]
     return (weights_TK if dtype == torch.float32 else weights_TK.to(dtype)), ids_TK
 
@@ -193,9 +203,15 @@ def route_and_record(call: RouteRecordingCall) -> tuple[Tensor, Tensor]:
     arithmetic=lambda call: "cpu",
 )
 def route_as_recorded(call: RouteReplayingCall) -> tuple[Tensor, Tensor]:
-    """`route_replaying` by its definition, whose own choice is the kernel's."""
-    replayed: tuple[Tensor, Tensor] = route_replaying.body(call)
-    return replayed
+    """`route_replaying` in one pass over each token's logits."""
+    T, E = call.routing.logits_TE.shape
+    routed = _routed(call.routing, call.given_ids_SK[:T])
+    if routed is None:
+        raise ValueError(
+            f"given_ids_SK has ids that none of the {E} experts of logits_TE has, which a router "
+            "of more may have chosen; give ids from 0 on below that, or rows that begin with -1"
+        )
+    return routed
 
 
 def _float32(t: Tensor | None) -> Tensor | None:

@@ -18,7 +18,6 @@ from moe_ops.kernels.cpu.quantized import INSTRUCTIONS
 from moe_ops.testing import BF16, F32, TOL, assert_close
 from tests.chosen import in_turn
 
-
 TOKENS = 40
 
 

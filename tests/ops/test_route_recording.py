@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_ops import route, route_recording, route_replaying
+from moe_ops import route, route_recording, route_replaying, using
 from moe_ops.conformance.samples import samples
-from moe_ops.testing import CASES
+from moe_ops.testing import CASES, TOL, assert_close
 
 CASE = next(case for case in CASES if case.name == "odd")
 ROUTINGS = {s.name: s.args for s in samples("route", CASE, torch.float32)}
@@ -62,8 +62,8 @@ def test_what_a_router_chose_gives_its_weights_again(name: str) -> None:
 
 def test_rows_of_a_negative_number_are_chosen_anew() -> None:
     logits, given = torch.randn(4, 6), torch.tensor([[5, 0], [-1, -1], [1, 2], [-1, -1]])
-    weights, ids = route_replaying(logits, 2, given.to(torch.int16))
-    own_weights, own = route(logits, 2)
+    weights, ids = route_replaying.reference(logits, 2, given.to(torch.int16))
+    own_weights, own = route.reference(logits, 2)
     assert torch.equal(ids[[1, 3]], own[[1, 3]])
     assert torch.equal(weights[[1, 3]], own_weights[[1, 3]])
     assert torch.equal(ids[[0, 2]], given[[0, 2]].int())
@@ -74,8 +74,33 @@ def test_given_experts_keep_their_scores_outside_of_the_best_groups() -> None:
     logits = torch.tensor([[5.0, 4.0, -1.0, -2.0]])
     groups = {"n_group": 2, "topk_group": 1, "group_reduce": "max", "group_fill": "zero_weight"}
     given = torch.tensor([[2, 3]], dtype=torch.int16)
-    weights, _ = route_replaying(logits, 2, given, **groups)
+    weights, _ = route_replaying.reference(logits, 2, given, **groups)
     assert torch.equal(weights, logits.softmax(-1)[:, 2:])
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_kernel_weighs_what_is_given_as_the_definition_does(name: str) -> None:
+    """Every third row is chosen anew; where all are what the router chose, its own weights."""
+    logits, options = ROUTINGS[name][0], options_of(ROUTINGS[name])
+    with using("cpu"):
+        own_weights, own = route(logits, **options)
+        own = own.to(torch.int16)
+        same = route_replaying(logits, given_ids_SK=own, **options)
+        assert torch.equal(same[0], own_weights) and torch.equal(same[1], own.int())
+        given = own.roll(1, 0)
+        given[::3] = -1
+        weights, ids = route_replaying(logits, given_ids_SK=given, **options)
+    want_weights, want = route_replaying.reference(logits, given_ids_SK=given, **options)
+    assert torch.equal(ids, want)
+    assert_close(weights, want_weights, TOL["route", logits.dtype])
+
+
+def test_given_ids_of_no_expert_are_refused_by_the_kernel() -> None:
+    given = torch.tensor([[0, 1], [-1, 7], [2, 6]], dtype=torch.int16)
+    with using("cpu"):
+        route_replaying(torch.randn(2, 6), 2, given[:2])  # what follows a negative number is unread
+        with pytest.raises(ValueError, match="ids that none of the 6 experts of logits_TE has"):
+            route_replaying(torch.randn(3, 6), 2, given)
 
 
 @pytest.mark.parametrize("name", ["renormalize", "sigmoid_bias", "per_expert_scale"])

@@ -99,6 +99,8 @@ def plain_library(instructions: str = "") -> ctypes.CDLL:
             function.restype = ctypes.c_bool if name == "moe_gemm" else None
     library.moe_route.argtypes = [ctypes.POINTER(_Router), *[c_void_p] * 5]
     library.moe_route.restype = None
+    library.moe_route_given.argtypes = [ctypes.POINTER(_Router), *[c_void_p] * 6]
+    library.moe_route_given.restype = ctypes.c_bool
     return library
 
 
@@ -245,8 +247,12 @@ def route(
     eps: float,
     min_sum: float,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The `route` op on contiguous float32 tensors: (float32 weights, int32 ids)."""
+    given_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """The `route` op on contiguous float32 tensors: (float32 weights, int32 ids). Tokens have the
+    experts of `given_TK` (int16, contiguous), but where its row begins with a negative number; None
+    where one of these ids is no expert's.
+    """
     T, E = logits_TE.shape
     router = _Router(
         *(T, E, top_k, n_group, topk_group),
@@ -256,9 +262,10 @@ def route(
     )
     weights_TK = logits_TE.new_empty(T, top_k)
     ids_TK = torch.empty(T, top_k, dtype=torch.int32)
-    plain_library().moe_route(
-        router,
-        *(logits_TE.data_ptr(), pointer(bias_E), pointer(per_expert_scale_E)),
-        *(weights_TK.data_ptr(), ids_TK.data_ptr()),
-    )
+    read = (router, logits_TE.data_ptr(), pointer(bias_E), pointer(per_expert_scale_E))
+    written = (weights_TK.data_ptr(), ids_TK.data_ptr())
+    if given_TK is None:
+        plain_library().moe_route(*read, *written)
+    elif not plain_library().moe_route_given(*read, given_TK.data_ptr(), *written):
+        return None
     return weights_TK, ids_TK

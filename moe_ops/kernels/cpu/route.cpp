@@ -82,13 +82,8 @@ void limit_groups(const Router& p, Scratch& s) {
   }
 }
 
-void route_token(const Router& p, Scratch& s, const float* logits, const float* bias, const float* per_expert_scale,
-                 float* weights, int32_t* ids) {
-  score_token(p, logits, s.scores.data());
-  for (int64_t e = 0; e < p.E; ++e)
-    s.choice[e] = (p.select_on_logit ? logits[e] : s.scores[e]) + (bias ? bias[e] : 0.0f);
-  if (p.n_group > 1) limit_groups(p, s);
-  top_k(s.choice.data(), p.E, p.K, s.ranked, ids);
+// The weights of the experts that a token has, of its scores.
+void weigh_token(const Router& p, const Scratch& s, const float* per_expert_scale, const int32_t* ids, float* weights) {
   for (int64_t k = 0; k < p.K; ++k) weights[k] = s.scores[ids[k]];
   if (p.softmax_selected) softmax(weights, p.K, weights);
   if (p.renormalize) {
@@ -100,16 +95,48 @@ void route_token(const Router& p, Scratch& s, const float* logits, const float* 
   for (int64_t k = 0; k < p.K; ++k) weights[k] *= p.scale * (per_expert_scale ? per_expert_scale[ids[k]] : 1.0f);
 }
 
-}  // namespace
+// `given` are the experts that the token has in any case, or null.
+void route_token(const Router& p, Scratch& s, const float* logits, const float* bias, const float* per_expert_scale,
+                 const int16_t* given, float* weights, int32_t* ids) {
+  score_token(p, logits, s.scores.data());
+  if (given) {
+    std::copy_n(given, p.K, ids);
+    return weigh_token(p, s, per_expert_scale, ids, weights);
+  }
+  for (int64_t e = 0; e < p.E; ++e)
+    s.choice[e] = (p.select_on_logit ? logits[e] : s.scores[e]) + (bias ? bias[e] : 0.0f);
+  if (p.n_group > 1) limit_groups(p, s);
+  top_k(s.choice.data(), p.E, p.K, s.ranked, ids);
+  weigh_token(p, s, per_expert_scale, ids, weights);
+}
 
-extern "C" void moe_route(const Router* router, const float* logits, const float* bias, const float* per_expert_scale,
-                          float* weights, int32_t* ids) {
-  const Router& p = *router;
+void route_all(const Router& p, const float* logits, const float* bias, const float* per_expert_scale,
+               const int16_t* given, float* weights, int32_t* ids) {
 #pragma omp parallel num_threads(p.T * p.E < kParallelLogits ? 1 : p.threads)
   {
     Scratch scratch(p);
 #pragma omp for schedule(static)
-    for (int64_t t = 0; t < p.T; ++t)
-      route_token(p, scratch, logits + t * p.E, bias, per_expert_scale, weights + t * p.K, ids + t * p.K);
+    for (int64_t t = 0; t < p.T; ++t) {
+      const int16_t* const of_token = given && given[t * p.K] >= 0 ? given + t * p.K : nullptr;
+      route_token(p, scratch, logits + t * p.E, bias, per_expert_scale, of_token, weights + t * p.K, ids + t * p.K);
+    }
   }
+}
+
+}  // namespace
+
+extern "C" void moe_route(const Router* router, const float* logits, const float* bias, const float* per_expert_scale,
+                          float* weights, int32_t* ids) {
+  route_all(*router, logits, bias, per_expert_scale, nullptr, weights, ids);
+}
+
+// The same with the experts of `given`, but for its rows that begin with a negative number. False, and nothing is
+// written, where a row of these has an id that is no expert's.
+extern "C" bool moe_route_given(const Router* router, const float* logits, const float* bias,
+                                const float* per_expert_scale, const int16_t* given, float* weights, int32_t* ids) {
+  const Router& p = *router;
+  for (int64_t i = 0; i < p.T * p.K; ++i)
+    if (given[i / p.K * p.K] >= 0 && (given[i] < 0 || given[i] >= p.E)) return false;
+  route_all(p, logits, bias, per_expert_scale, given, weights, ids);
+  return true;
 }
