@@ -57,6 +57,7 @@ from moe_ops.parallel.replicas import ExpertReplicas, choose_replicas
 from moe_ops.prepared import HoldsExperts, Stored
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.module import HoldsCodes
+from moe_ops.registry.gradients import in_backward
 
 if TYPE_CHECKING:
     from typing import Unpack  # Python 3.11
@@ -111,7 +112,8 @@ class MoELayer(HoldsExperts, HoldsCodes):
     parallel: see `ParallelConfig`. Where experts are balanced, `replicas` says where each is,
     `expert_tensors` what moves along; `loads` [num_experts] and `physical_loads` count the pairs of
     a token and an expert by what each computes and by where it lies. Of a call's tokens the first
-    counted_part[0] / counted_part[1] count: all, but where a graph pads them.
+    counted_part[0] / counted_part[1] count: all, but where a graph pads them. Those that activation
+    checkpointing runs again in a backward do not.
 
     reduce_results: the name of a process group to all-reduce over, True for the default group,
     which has to be of the ranks of `parallel`, a function that reduces a tensor, or None to return
@@ -293,7 +295,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
             agreed = agreed_rows(rows, routed_TD, self.exchange)
             run = partial(run_over_ranks, operands_of(self), ranks, agreed, routed)
             parts = result_over_ranks(how, self.exchange.tp_group, x_TD, run)
-        if self.loads is not None:  # after what may raise
+        if self.loads is not None and not in_backward():  # after what may raise
             assert self.counted_part is not None and self.physical_loads is not None
             counted_TK = counted_ids(ids_TK, self.counted_part)
             counted_P = expert_loads(counted_TK, self.physical_loads.shape[0])

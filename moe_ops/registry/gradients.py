@@ -31,6 +31,14 @@ def undefined_gradient(grad: Tensor, like: Tensor, reason: str) -> Tensor:
     return made
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward: forwards that run in it are those that activation
+    checkpointing runs again, whose tokens were seen. A trace takes it that none does."""
+    if torch.compiler.is_compiling():
+        return False
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 class _Undefined(torch.autograd.Function):
     """A tensor that depends on others in a way that has no gradient."""
 
