@@ -241,7 +241,7 @@ def _run_onto(kernel: str, call: ExpertsOntoCall, before: Before = None) -> Tens
     return run_experts(kernel, call.layer, call.residual_TD, before=before)
 
 
-def _emulates(kernel: str, call: ExpertsCall) -> bool:
+def emulates(kernel: str, call: ExpertsCall) -> bool:
     """Whether a backend emulates the inputs of a call; triton.grouped has a path for codes of some
     of them."""
     if inputs_of(call) is None or kernel != "grouped":
@@ -266,8 +266,8 @@ def _register(
         return run_experts(kernel, call)
 
     experts.backend(f"triton.{kernel}", arithmetic=computes, **of_tokens)(run)
-    emulates = functools.partial(_emulates, kernel)
-    experts.emulates(f"triton.{kernel}", emulates)
+    by_kernel = functools.partial(emulates, kernel)
+    experts.emulates(f"triton.{kernel}", by_kernel)
     experts.remembers(f"triton.{kernel}")
     experts.rounds(f"triton.{kernel}", whole_rows)
 
@@ -283,7 +283,7 @@ def _register(
     onto = {**given, "reads": read, "supports": supports_onto, "rows": rows}
     computes = _of_layer(computes)
     experts_onto.backend(f"triton.{kernel}", arithmetic=computes, **onto)(run_onto)
-    experts_onto.emulates(f"triton.{kernel}", _of_layer(emulates))
+    experts_onto.emulates(f"triton.{kernel}", _of_layer(by_kernel))
     _register_paths(kernel)
 
 

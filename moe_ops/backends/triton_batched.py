@@ -14,6 +14,7 @@ from moe_ops.backends.strides import WORD, contiguous
 from moe_ops.backends.triton import (
     TENSORS,
     call_of,
+    emulates,
     formats_named,
     layer_of,
     supports_many,
@@ -49,12 +50,12 @@ def supports(call: ExpertsBatchedCall) -> str | None:
         return f"needs contiguous x_EMD, got strides {b.x_EMD.stride()}"
     if b.x_scale_EMG is not None and b.x_EMD.storage_offset() % WORD:
         return f"needs codes that begin at a multiple of {WORD} bytes"
-    expected = _as_expected(call)
+    expected = as_expected(call)
     few = supports_codes(expected)
     return few if few is None else supports_many(expected)
 
 
-def _as_expected(call: ExpertsBatchedCall) -> ExpertsCall:
+def as_expected(call: ExpertsBatchedCall) -> ExpertsCall:
     """A call of as many tokens as rows are expected, of one choice; of all slots if that is not
     said."""
     E, M, _ = call.batches.x_EMD.shape
@@ -85,7 +86,7 @@ def run(call: ExpertsBatchedCall) -> Tensor:
     b, (E, M, D) = call.batches, call.batches.x_EMD.shape
     if M == 0:
         return b.x_EMD.new_empty((E, M, D), dtype=call.dtype)
-    expected = _as_expected(call)
+    expected = as_expected(call)
     rest = (call.layer.transposed, expected.activation, formats_named(expected), b.expected)
     named = dict(zip(TENSORS, tensors_of(of_one(call, min(M, 1))), strict=True))
     scale = None if b.x_scale_EMG is None else contiguous(b.x_scale_EMG.flatten(0, 1))
@@ -137,4 +138,10 @@ def _multiplies_8_bits(call: ExpertsCall) -> bool:
     return bool(call.x_format) and inputs_of(call) is None
 
 
-experts_batched.emulates(NAME, lambda call: inputs_of(of_one(call)) is not None)
+def _emulates(call: ExpertsBatchedCall) -> bool:
+    """Whether the inputs of a call are emulated, by the kernels of as many rows as are expected."""
+    expected = as_expected(call)
+    return emulates(kernel_of(expected), expected)
+
+
+experts_batched.emulates(NAME, _emulates)

@@ -16,12 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops import experts, using
+from moe_ops import experts, experts_batched, using
 from moe_ops.backends import triton_device, triton_hopper, triton_paths
 from moe_ops.backends.flashinfer import package
+from moe_ops.backends.triton_batched import as_expected, kernel_of
 from moe_ops.backends.triton_limits import most_rows_tokens
 from moe_ops.kernels.triton import replay
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.ops.experts_batched import Batches, ExpertsBatchedCall
 from moe_ops.planning.choose import Node, Rules, choose
 from moe_ops.planning.tune import usable_backends
 from moe_ops.planning.tuned import Cell, TunedLayer
@@ -189,6 +191,24 @@ def test_codes_meet_tokens_of_float8_where_that_is_faster(hopper: None) -> None:
         assert found.path.name == "grouped/registers"
         assert found.refusals["grouped/float8"] == why
         assert experts.paths["triton.grouped/float8"].refusal("cuda", 400, call) is None
+
+
+@pytest.mark.parametrize(
+    ("expected", "widths", "emulated"),
+    [(8, (4096, 2048), False), (1, (4096, 2048), True), (8, (768, 576), True)],
+    ids=["many", "few", "small"],
+)
+def test_batches_are_not_said_to_be_emulated_where_codes_meet(
+    expected: int, widths: tuple[int, int], emulated: bool, hopper: None
+) -> None:
+    layer = call_of(("mxfp4", "float8_e4m3fn:row"), 1, widths)
+    with FakeTensorMode():
+        x_EMD = torch.empty(4, 16, widths[0], dtype=BF16, device="cuda")
+        counts_E = torch.empty(4, dtype=torch.int32, device="cuda")
+    call = ExpertsBatchedCall(Batches(x_EMD, counts_E, expected=expected), layer)
+    assert experts_batched.backends["triton"].emulates(call) == emulated
+    taken = triton_paths.pick(kernel_of(as_expected(call)), as_expected(call)).path.name
+    assert (taken != "grouped/float8") == emulated
 
 
 def test_no_path() -> None:
