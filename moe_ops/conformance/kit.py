@@ -20,7 +20,9 @@ from moe_ops.testing import CASES, Case
 
 # Widths that every kernel and every format takes, of few tokens; many experts are left to `every`.
 ALIGNED = Case(name="aligned", T=6, E=4, K=2, D=256, I=256)
-BY_NAME = {case.name: case for case in (*CASES, ALIGNED)}
+# Above 512, from which on codes of four bits are multiplied with tokens of float8; with `every`.
+WIDE = Case(name="wide", T=24, E=2, K=2, D=640, I=640)
+BY_NAME = {case.name: case for case in (*CASES, ALIGNED, WIDE)}
 QUICK = (
     ("odd", "float32"), ("odd", "bfloat16"), ("odd", "float16"), ("aligned", "bfloat16"),
     ("one_token", "float32"), ("one_token", "bfloat16"), ("no_tokens", "float32"),

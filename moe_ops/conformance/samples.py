@@ -138,6 +138,8 @@ PAIRS = (
 )
 # Formats of weights alone: a table, and blocks with scales of their own.
 DECODED = ("nf4:1x32", "q4_k", "q5_k", "q6_k")
+# Weights of four bits that kernels multiply as codes with tokens of float8 above this width alone.
+OF_WIDE, WIDER_THAN = (("mxfp4", "float8_e4m3fn:row"), ("uint4:row", "float8_e4m3fn:row")), 512
 
 
 def _quantize(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
@@ -301,8 +303,9 @@ def _experts_of_all(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]
     """Calls of `experts` in every kind of format; ops of gradients have those of `_experts`."""
     found = _experts(case, dtype)
     layer, plain = make_layer(case, dtype), found["same_dtype_weights"]
-    fitting = (of for of in DECODED if fits(of, case.D, case.I))
-    return {**found, **{f"{of}_": {**plain, **in_formats(layer, of, "")} for of in fitting}}
+    pairs = [(of, "") for of in DECODED if fits(of, case.D, case.I)]
+    pairs += OF_WIDE if min(case.D, case.I) > WIDER_THAN else ()
+    return {**found, **{f"{w}_{x}": {**plain, **in_formats(layer, w, x)} for w, x in pairs}}
 
 
 def _moe(case: Case, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
