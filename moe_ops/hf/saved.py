@@ -30,7 +30,7 @@ from moe_ops.hf.stored import (
 )
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
-from moe_ops.quant.scales import wrong_scale
+from moe_ops.quant.scales import wrong_scale, wrong_zero
 
 METHOD = "moe_ops"  # in config.json
 IN_CODES = (QuantizedExperts, QuantizedLinear)
@@ -258,6 +258,10 @@ def check_loaded(
             wrong = wrong_scale(t, _scale_kind(name, format))
             if wrong is not None:
                 raise ValueError(f"{where} holds {wrong}, but a scale is above 0; {AGAIN}")
+        if name.endswith("zero"):
+            wrong = wrong_zero(t, Format.of(format).element)
+            if wrong is not None:
+                raise ValueError(f"{where} holds {wrong}; {AGAIN}")
 
 
 def check_given(model: PreTrainedModel) -> None:

@@ -89,6 +89,19 @@ def wrong_scale(scale: Tensor, kind: str, *, signed: bool = False) -> str | None
     return str(lowest if lowest <= 0 else highest)
 
 
+# The largest zero point that codes may have where kernels take less than its byte holds: codes of
+# four bits less one are numbers up to 16, which float8 holds.
+MOST_ZERO = {"uint4": 16}
+
+
+def wrong_zero(zero: Tensor, element: str) -> str | None:
+    """What zero points of weights no element type has, or None."""
+    most = MOST_ZERO.get(element)
+    if most is None or not zero.numel() or int(zero.max()) <= most:
+        return None
+    return f"a zero point of {int(zero.max())}, but those of {element} are 0 to {most}"
+
+
 LEAST_INPUT_SCALE = 1e-12  # its reciprocal is finite
 
 

@@ -215,8 +215,7 @@ def _checked(
             wrong = how.wrong_in(source)
             if wrong is not None:
                 raise ValueError(
-                    f"holds {wrong}, but a scale is {'finite' if how.signed else 'above 0'}; "
-                    "complete the download, or quantise the weights again"
+                    f"holds {wrong}; complete the download, or quantise the weights again"
                 )
             made = made or source.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
             if scales is not None and how.shared and how.part == "global_scale":

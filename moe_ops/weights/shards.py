@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_ops.layer import MoELayer
 from moe_ops.layer.tensors import LayerSizes
 from moe_ops.quant.formats import ROW, TENSOR, Format
-from moe_ops.quant.scales import wrong_scale
+from moe_ops.quant.scales import wrong_scale, wrong_zero
 from moe_ops.weights.advice import advising
 from moe_ops.weights.layouts import Coding, Matrix, to_dtype
 
@@ -172,10 +172,17 @@ class ShardPlan:
         return t
 
     def wrong_in(self, t: Tensor) -> str | None:
-        """What in scales, as the layer takes them, no weight can have; None for other parts."""
-        if self.part not in ("scale", "global_scale") or t.is_meta:
+        """What in scales or zero points, as the layer takes them, no weight can have, and what they
+        are; None for other parts."""
+        if t.is_meta:
             return None
-        return wrong_scale(t, KINDS.get(self.target.dtype, "float32"), signed=self.signed)
+        if self.part == "zero":
+            assert self.format is not None
+            return wrong_zero(t, self.format.element)
+        if self.part not in ("scale", "global_scale"):
+            return None
+        wrong = wrong_scale(t, KINDS.get(self.target.dtype, "float32"), signed=self.signed)
+        return wrong and f"{wrong}, but a scale is {'finite' if self.signed else 'above 0'}"
 
     def region(self, slot: int, piece: Tensor, half: int, first: int) -> Tensor:
         """The view of the layer's tensor where what `sources` gave goes."""

@@ -123,6 +123,15 @@ def test_scales_of_other_types_are_checked(
         type(model).from_pretrained(tmp_path)
 
 
+def test_zero_points_that_kernels_do_not_take_are_named(tmp_path: Path) -> None:
+    model = quantized("int4_w4a16")
+    model.save_pretrained(tmp_path)
+    name = SCALE.replace("scale", "zero")
+    change(name, filled(17))(tmp_path)
+    with pytest.raises(ValueError, match=rf"{name} in .*/{FILE} holds a zero point of 17, but "):
+        type(model).from_pretrained(tmp_path)
+
+
 def test_a_block_of_zeros_has_a_scale_of_zero(tmp_path: Path) -> None:
     model = qwen()
     experts_of(model)[0].down_proj[:, :, :16] = 0

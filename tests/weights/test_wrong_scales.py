@@ -120,6 +120,21 @@ def test_one_tensor_is_checked_too() -> None:
     assert torch.equal(layer.w2_scale, before)
 
 
+@pytest.mark.parametrize(("element", "most"), [("uint4", 16), ("uint8", 255)])
+def test_zero_points_that_kernels_do_not_take_are_refused(element: str, most: int) -> None:
+    layer = MoELayer(
+        num_experts=2, top_k=1, hidden_size=32, intermediate_size=32, quant=f"{element}:1x32"
+    )
+    assert layer.w2_zero is not None
+    zeros = torch.full((32, 1), most, dtype=torch.uint8)
+    load_expert(layer, "w2_zero", zeros, "mine", "w2", 0)
+    assert torch.equal(layer.w2_zero[0], zeros)
+    if most < 255:
+        said = r"^mine: holds a zero point of 17, but those of uint4 are 0 to 16; complete"
+        with pytest.raises(ValueError, match=said):
+            load_expert(layer, "w2_zero", zeros + 1, "mine", "w2", 1)
+
+
 def test_blocks_of_zeros_have_scales_of_zero(tmp_path: Path) -> None:
     layout = LAYOUTS["modelopt_nvfp4"]
     entries = write(tmp_path, layout).entries
