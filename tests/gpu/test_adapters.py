@@ -17,6 +17,7 @@ from moe_ops.ops.adapters import ADAPTER
 from moe_ops.quant.formats import Format
 from moe_ops.quant.packing import quantize
 from moe_ops.testing import BF16, F16, TOL, Case, Tol, assert_close, float32, make_layer
+from tests.gpu.captures import captured
 
 pytestmark = pytest.mark.gpu
 PATHS = {
@@ -129,9 +130,7 @@ def test_layers_whose_launches_overlap_in_a_graph(T: int, format: str) -> None:
 
     with torch.no_grad():
         chain(x, torch.cuda.synchronize)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = chain(x, lambda: None)
+        graph, out = captured(lambda: chain(x, lambda: None))
         for _ in range(20):
             x.copy_(torch.randn_like(x))
             out.fill_(float("nan"))

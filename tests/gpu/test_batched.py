@@ -15,6 +15,7 @@ from moe_ops.conformance.samples import quantized
 from moe_ops.testing import TOL, Case, assert_close, make_layer
 from tests.distributed.on_gpus import RANKS, on_gpus
 from tests.distributed.shares import Spread, Whole
+from tests.gpu.captures import captured, warmed_up
 
 BF16, F8 = torch.bfloat16, torch.float8_e4m3fn
 CASE = Case(name="batches", T=64, E=8, K=2, D=1024, I=512)
@@ -61,14 +62,8 @@ def test_counts_change_between_replays(
 
     assert experts_batched.refusals(counts_E=counts_E, **codes, **given)["triton"] is None
     with torch.no_grad():
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call()
+        warmed_up(call, 1)
+        graph, out = captured(call)
         tol = TOL["experts", F8 if x_format else BF16]
         for step in range(4):
             counts_E.random_(0, M + 1) if step else counts_E.fill_(M)
@@ -122,15 +117,8 @@ def replayed(rank: int, group: str, w_format: str, x_format: str, rows: int) -> 
         want = whole.want().split(list(spread.tokens))[rank]
         tol = TOL["experts", F8] if x_format else TOL["experts_over_ranks", BF16]
         assert_close(call(), want, tol, collective)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call()
+        warmed_up(call, 2)
+        graph, out = captured(call)
         generator = torch.Generator(device="cuda").manual_seed(rank)
         for step in range(20):
             x.normal_(generator=generator)

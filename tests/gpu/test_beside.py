@@ -6,7 +6,6 @@ tokens change, other work takes memory between calls, and many layers share a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from moe_ops import streams
 from moe_ops.graphs.capture import capture
 from moe_ops.layer import MoELayer
 from moe_ops.testing import BF16, Tol, assert_close
+from tests.gpu.captures import captured, warmed_up
 
 pytestmark = pytest.mark.gpu
 
@@ -65,19 +65,6 @@ class Stack(nn.Module):
             layer.beside = beside
 
 
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = run()
-    return graph, out
-
-
 def churn(step: int) -> None:
     """Other work takes and frees memory, and writes to it."""
     for n in range(4):
@@ -90,7 +77,7 @@ def churn(step: int) -> None:
 def test_eager_and_captured_layers_have_the_bits_of_those_in_order(T: int, width: int) -> None:
     model, x = Stack(width), torch.randn(T, D, device="cuda", dtype=BF16)
     model.ask(True)
-    graph, out = captured(lambda: model(x))
+    graph, out = captured(lambda: model(x), warmed_up(lambda: model(x)))
     for step in range(ROUNDS):
         x.normal_()
         model.ask(False)
@@ -113,7 +100,7 @@ def test_compiled_layers_replay_what_they_gave(T: int) -> None:
         assert_close(run(x), model(x), TWICE_ROUNDED)
     (found,) = options["post_grad_custom_post_pass"].runs
     assert [note.rule for note in found.rewrites].count("run_beside") == LAYERS, found.refusals
-    graph, out = captured(lambda: run(x))
+    graph, out = captured(lambda: run(x), warmed_up(lambda: run(x)))
     for step in range(ROUNDS):
         x.normal_()
         graph.replay()
@@ -173,10 +160,9 @@ def test_a_capture_takes_the_measured_way_without_a_warm_up_on_its_stream(
     model, x = Stack(), torch.randn(8, D, device="cuda", dtype=BF16)
     want = model(x)
     assert streams._pools and not streams._seconds
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        out = model(x)
+    graph, out = captured(lambda: model(x), stream)
     assert list(streams._seconds) == [(stream.device_index, stream.cuda_stream, streams.AHEAD)]
     graph.replay()
     assert torch.equal(out, want)

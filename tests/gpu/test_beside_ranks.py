@@ -15,6 +15,7 @@ from moe_ops.parallel.config import ParallelConfig
 from moe_ops.ranks.watch import Watch
 from tests.distributed.on_gpus import NEEDS_TWO, RANKS, on_gpus
 from tests.distributed.ranks import meet
+from tests.gpu.captures import captured
 
 pytestmark = NEEDS_TWO
 BF16 = torch.bfloat16
@@ -24,9 +25,7 @@ def watched(rank: int, group: str) -> None:
     """Rank 1 replays twice and rank 0 three times: rank 0 is told so, and goes on without it."""
     x = torch.ones(2, 4, device="cuda")
     sum_ranks(x, group)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = sum_ranks(x, group)
+    graph, out = captured(lambda: sum_ranks(x, group))
     meet("captured", rank, range(RANKS))  # or one of them is late
     with Watch(group, seconds=5) as watch:
         for _ in range(2):
@@ -66,17 +65,15 @@ def beside_the_exchange(rank: int, group: str) -> None:
     x = torch.randn(64, 256).to("cuda", BF16)
     for _ in range(3):
         layer(x, logits)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = layer(x, logits)
+    graph, replayed = captured(lambda: layer(x, logits))
     for step in range(200):
         x.normal_()
         want = shared(x)
         eager = layer(x, logits)
         assert torch.equal(eager[0], want), f"eager call {step}"
         graph.replay()
-        assert torch.equal(captured[0], want), f"replay {step}"
-        assert torch.equal(captured[1], eager[1]), f"replay {step}, routed"
+        assert torch.equal(replayed[0], want), f"replay {step}"
+        assert torch.equal(replayed[1], eager[1]), f"replay {step}, routed"
     del graph
 
 

@@ -15,6 +15,7 @@ import moe_ops
 from moe_ops.decode_ops import linears, normed_linears
 from moe_ops.testing import Tol, assert_close
 from tests.generation.steps import check_steps
+from tests.gpu.captures import captured
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16]
@@ -70,10 +71,8 @@ def test_a_norm_first(
     gain = torch.randn(shape[1], device="cuda", dtype=dtype)
     added = torch.randn_like(x) if residual else None
     given = x, added, gain, 1e-6, weights, biases, shift
-    graph = torch.cuda.CUDAGraph()
     normed_linears(*given)
-    with torch.cuda.graph(graph):
-        out = normed_linears(*given)
+    graph, out = captured(lambda: normed_linears(*given))
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         for t in out:
@@ -103,9 +102,7 @@ def test_chains_of_launches_that_overlap_in_a_graph(T: int) -> None:
         return x
 
     chain(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x)
+    graph, out = captured(lambda: chain(x))
     for _ in range(20):
         x.copy_(torch.randn_like(x))
         out.fill_(float("nan"))

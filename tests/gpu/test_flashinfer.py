@@ -15,6 +15,7 @@ from moe_ops.backends.flashinfer import arguments, cutlass, package
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import TOL, Case, assert_close
 from tests.flashinfer.layers import call_of, stored, weights_of
+from tests.gpu.captures import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -168,9 +169,9 @@ def test_calls_like_two_before_go_straight_to_the_function(
         found = None if alike is None else alike.find(args)
         assert found is not None and found.direct is not None
         assert torch.equal(run(some), by_names)
-        out, replay = captured(lambda some=some: run(some))
+        graph, out = captured_warm(lambda some=some: run(some))
         out.fill_(float("nan"))
-        replay()
+        graph.replay()
         assert torch.equal(out, by_names)
 
 
@@ -193,13 +194,13 @@ def test_a_graph_follows_tokens_and_routing(
         held = replace(
             held, **{n: getattr(held, n).clone() for n in ("x_TD", "ids_TK", "weights_TK")}
         )
-        out, replay = captured(lambda held=held: run(held))
+        graph, out = captured_warm(lambda held=held: run(held))
         for shift in (0, 1, 5):
             held.x_TD.copy_(loaded.x_TD.roll(shift, 0)[:tokens])
             held.ids_TK.copy_((loaded.ids_TK.roll(shift, 0)[:tokens] + shift) % CASE.E)
             held.weights_TK.copy_(loaded.weights_TK.roll(shift, 0)[:tokens])
             out.fill_(float("nan"))
-            replay()
+            graph.replay()
             want = experts.body(
                 replace(loaded, x_TD=held.x_TD, ids_TK=held.ids_TK, weights_TK=held.weights_TK)
             )
@@ -216,14 +217,11 @@ def test_few_tokens_run_again_after_many(
         assert_close(got, want, TOL["experts", dtype], f"{name}, {tokens} tokens")
 
 
-def captured(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """The result of a call in a CUDA graph, and what replays it."""
+def captured_warm(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of a call that ran before, and its result."""
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return out, graph.replay
+    return captured(call)
 
 
 def on_one_stream(call: Tokens, args: list[Tensor]) -> Tokens:
@@ -233,9 +231,7 @@ def on_one_stream(call: Tokens, args: list[Tensor]) -> Tokens:
     with torch.cuda.stream(stream):
         call(*args)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = call(*args)
+        graph, out = captured(lambda: call(*args), stream)
 
     def replay(*values: Tensor) -> Tensor:
         for held, value in zip(args, values, strict=True):
@@ -320,7 +316,7 @@ def test_it_launches_what_flashinfer_itself_launches(overlapping: None) -> None:
     assert torch.equal(ours(), direct())
     assert torch.equal(ours(), allocating())
     # What that takes on the host is counted in tests/flashinfer/test_contenders.py.
-    theirs, launched = (launches(captured(f)[1]) for f in (direct, ours))
+    theirs, launched = (launches(captured_warm(f)[0].replay) for f in (direct, ours))
     assert launched == theirs
 
 

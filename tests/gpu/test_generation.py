@@ -19,6 +19,7 @@ import moe_ops
 from moe_ops.decode_ops.linears import linears
 from moe_ops.decode_ops.one_query import one_query
 from moe_ops.generation.one_query import in_place_of
+from tests.gpu.captures import captured
 from tests.hf import families, overrides, twins
 
 pytestmark = pytest.mark.gpu
@@ -156,9 +157,7 @@ def test_attention_with_sinks(shape: tuple[int, ...], dtype: torch.dtype) -> Non
         k[:, :, used:] = v[:, :, used:] = float("nan")
         compiled = torch.compile(attention, fullgraph=True)
         first, (code,) = run_and_get_code(compiled, q, k, v, mask)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = compiled(q, k, v, mask)
+        graph, out = captured(lambda: compiled(q, k, v, mask))
         graph.replay()
         again = compiled(q, k, v, mask)
     assert code.count("moe_ops.one_query.default(") == 1
@@ -187,9 +186,7 @@ def test_attention_that_begins_while_launches_before_it_end(slots: int) -> None:
         return x
 
     chain(x, torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x, lambda: None)
+    graph, out = captured(lambda: chain(x, lambda: None))
     for _ in range(20):
         x.copy_(4 * torch.randn_like(x))
         out.fill_(float("nan"))

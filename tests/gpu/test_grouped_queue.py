@@ -17,6 +17,7 @@ from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.testing import BF16, TOL, Case, assert_close
+from tests.gpu.captures import captured
 from tests.kernels.gated import grouped_gated
 
 pytestmark = [
@@ -140,9 +141,7 @@ def test_fifty_replays_of_every_routing_give_the_same_bits(case: Case, busy: boo
 
     call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [call(), call()]
+    graph, outs = captured(lambda: [call(), call()])
     others, a = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
     firsts: dict[str, Tensor] = {}
     for repeat in range(50):

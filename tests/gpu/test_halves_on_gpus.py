@@ -13,6 +13,7 @@ from moe_ops.parallel.config import ALLGATHER, AUTO, HIGH_THROUGHPUT, ParallelCo
 from moe_ops.testing import Tol
 from tests.distributed.attention_block import Block
 from tests.distributed.on_gpus import NEEDS_TWO, RANKS, on_gpus
+from tests.gpu.captures import captured
 
 pytestmark = NEEDS_TWO
 BF16 = torch.bfloat16
@@ -73,9 +74,7 @@ def replayed(rank: int, group: str) -> None:
     plan = plan_halves(blocks, x, halves=True, captured=True)
     for _ in range(3):
         two_halves(blocks, x, plan=plan)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = two_halves(blocks, x, plan=plan)
+    graph, together = captured(lambda: two_halves(blocks, x, plan=plan))
     chance = torch.Generator().manual_seed(rank)
     for step in range(100):
         x.normal_()
@@ -84,8 +83,8 @@ def replayed(rank: int, group: str) -> None:
         if step % 3 == rank:
             torch.cuda._sleep(int(torch.randint(2**20, (), generator=chance)))
         graph.replay()
-        assert torch.equal(captured, want), f"replay {step}"
-        close(captured, whole, f"replay {step}")
+        assert torch.equal(together, want), f"replay {step}"
+        close(together, whole, f"replay {step}")
     del graph
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -16,6 +17,7 @@ from moe_ops.ops.experts import ExpertsCall, weights_of
 from moe_ops.parallel.moves import Moves, apply_moves
 from tests.flashinfer.conftest import fake, installed, on  # noqa: F401  fixtures
 from tests.flashinfer.layers import call_of, error_of, stored, wanted
+from tests.gpu.captures import captured, warmed_up
 
 pytestmark = pytest.mark.gpu
 N = 32
@@ -34,19 +36,6 @@ def first(call: ExpertsCall, tokens: int) -> ExpertsCall:
     """Some tokens of a layer, its weights at the same places."""
     t = tokens
     return replace(call, x_TD=call.x_TD[:t], weights_TK=call.weights_TK[:t], ids_TK=call.ids_TK[:t])
-
-
-def captured(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-    return graph, out
 
 
 @pytest.mark.parametrize("upstream", [False, True], ids=["ours", "upstream"])
@@ -72,7 +61,10 @@ def test_moved_experts_under_captured_graphs(
             "flashinfer_b12x",
             "flashinfer_b12x" if upstream else "flashinfer_cutlass",
         ]
-        graphs = [captured(lambda call=call: experts.pick(call).run(call)) for call in calls]
+        runs = [partial(experts.pick(call).run, call) for call in calls]
+        for run in runs:
+            warmed_up(run)
+        graphs = [captured(run) for run in runs]
         places = [t.data_ptr() for t in held.values()]
         order = torch.arange(4)
         for swap in SWAPS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from moe_ops.testing import (
     assert_close,
     make_layer,
 )
+from tests.gpu.captures import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -157,17 +157,6 @@ def test_twenty_runs_give_the_same_bits(backend: str, case: Case) -> None:
         assert torch.equal(run(backend, layer), first)
 
 
-def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of two calls in a row, whose launches may overlap, and the result of the second."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-        out = call()
-    return graph, out
-
-
 @pytest.mark.parametrize("case", [c for c in GRID if c.T <= 1024], ids=lambda case: case.name)
 @each_backend
 @pytest.mark.usefixtures("launches")
@@ -180,7 +169,14 @@ def test_replays_see_new_inputs_and_new_routing(backend: str, case: Case) -> Non
         with using(backend, "experts"):
             return moe(x, logits, layer.w13_EFD, layer.w2_EDI, case.K, renormalize=True)
 
-    graph, out = captured(call)
+    def twice() -> Tensor:
+        """In a row, as their launches may overlap."""
+        call()
+        return call()
+
+    twice()
+    torch.cuda.synchronize()
+    graph, out = captured(twice)
     for seed in (1, 2, 3):
         other = make_layer(case, BF16, "cuda", seed=seed)
         x.copy_(other.x_TD)

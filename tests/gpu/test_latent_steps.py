@@ -13,6 +13,7 @@ from moe_ops.decode_ops.one_query_latents import one_query_latents
 from moe_ops.testing import BF16, F16, Tol, assert_close
 from tests.decode_ops.latents import Size, arguments, definition, with_garbage
 from tests.generation.steps import check_steps
+from tests.gpu.captures import captured
 from tests.hf import overrides
 
 pytestmark = pytest.mark.gpu
@@ -62,9 +63,7 @@ def test_a_row_does_not_depend_on_the_lengths_of_others(size: str) -> None:
 def test_a_captured_call_reads_what_is_filled_by_then() -> None:
     call = on_gpu(arguments(SIZES["DeepSeek-V3"], BF16))
     one_query_latents(**call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = one_query_latents(**call)
+    graph, got = captured(lambda: one_query_latents(**call))
     for end in (1, 70, 3000):
         call["mask_BS"].copy_((torch.arange(4096, device="cuda") < end).expand(2, -1))
         graph.replay()

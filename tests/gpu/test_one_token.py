@@ -14,6 +14,7 @@ from moe_ops.backends.triton import run_experts
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.testing import BF16, F16, Case
+from tests.gpu.captures import captured
 from tests.kernels.test_quantized_experts import call_of
 from tests.kernels.test_rounded_tokens import FORMATS, TOKENS, same
 
@@ -77,9 +78,7 @@ def test_a_captured_call_rounds_the_token_that_it_finds(formats: str) -> None:
         return run(replace(call, x_TD=run(call, tiles, True, True)), tiles, True, True)
 
     twice()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = twice()
+    graph, out = captured(twice)
     for _ in range(5):
         call.x_TD.copy_(torch.randn_like(call.x_TD))
         graph.replay()

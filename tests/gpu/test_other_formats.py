@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton.experts import driver
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
+from tests.gpu.captures import captured
 from tests.gpu.test_quantized_kernels import TOKENS, WIDTHS, hopper, relative_error, uneven
 from tests.kernels.codes import quantized
 from tests.kernels.test_emulated import EXACT, PAIRS, ROUNDED
@@ -190,9 +191,7 @@ def test_a_captured_call_follows_its_routing(T: int, formats: tuple[str, str]) -
     args = experts.arguments.flat(call)
     with torch.inference_mode():
         experts(*args)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = experts(*args)
+        graph, out = captured(lambda: experts(*args))
         call.ids_TK.copy_((call.ids_TK + 5) % 12)
         call.x_TD.normal_()
         graph.replay()

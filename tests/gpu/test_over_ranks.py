@@ -38,6 +38,7 @@ from tests.distributed.on_gpus import (
 from tests.distributed.ranks import meet
 from tests.distributed.shares import SPREADS, Spread, Whole, run_share
 from tests.distributed.test_transformers import generated, make
+from tests.gpu.captures import captured, warmed_up
 from tests.layer.shards import randomize, take_share
 
 pytestmark = NEEDS_TWO
@@ -87,15 +88,8 @@ def replayed(rank: int, group: str, rows: int, replays: int) -> None:
     def call() -> Tensor:
         return experts_over_ranks(x, weights, ids, *held.values(), *tables, rows, group, "gather")
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+    warmed_up(call, 3)
+    graph, out = captured(call)
     generator = torch.Generator(device="cuda").manual_seed(rank)
     counts = torch.Generator().manual_seed(rank)
     for step in range(replays):
@@ -250,23 +244,21 @@ def prepared_call(group: str, rows: int, D: int = 256) -> Callable[[], Tensor]:
 
 
 def captured_unprepared(rank: int, group: str) -> None:
-    def captured(rows: int) -> Tensor:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = calls[rows]()
+    def replayed(rows: int) -> Tensor:
+        graph, out = captured(calls[rows])
         graph.replay()
         return out.clone()
 
     calls = {rows: prepared_call(group, rows) for rows in (4, 2048)}
     with pytest.raises(RuntimeError, match="run the call once on every rank before the capture"):
-        captured(4)
+        replayed(4)
     calls[4]()
-    assert bool((captured(4) == 2).all())
+    assert bool((replayed(4) == 2).all())
     with pytest.raises(RuntimeError, match="and cannot make it while a CUDA graph is captured"):
-        captured(2048)
+        replayed(2048)
     calls[2048]()
-    assert bool((captured(2048) == 2).all())
-    assert bool((captured(4) == 2).all())
+    assert bool((replayed(2048) == 2).all())
+    assert bool((replayed(4) == 2).all())
 
 
 def test_a_push_that_nothing_prepared_is_not_captured(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tests.distributed.on_gpus import (
 )
 from tests.distributed.ranks import meet
 from tests.distributed.test_transformers import generated, make
+from tests.gpu.captures import captured
 from tests.gpu.test_over_ranks import prepared_call
 
 pytestmark = NEEDS_TWO
@@ -113,10 +114,12 @@ def picked(rank: int, group: str) -> None:
         assert "has no gradients" in str(sum_ranks.refusals(grad, group)["push"])
     sum_ranks(x, group)
     for t, known in ((x, True), (larger, False)):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def call(t: Tensor = t, known: bool = known) -> Tensor:
             assert (sum_ranks.pick(sum_ranks.call(t, group)).name == "push") == known
-            out = sum_ranks(t, group)
+            return sum_ranks(t, group)
+
+        graph, out = captured(call)
         graph.replay()
         assert bool((out == 2).all())
         del graph

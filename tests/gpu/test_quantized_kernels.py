@@ -22,6 +22,7 @@ from moe_ops.testing import ACTIVATIONS, Case, make_layer
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.kernels.triton.experts import driver
+from tests.gpu.captures import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -334,9 +335,7 @@ def test_a_captured_call_follows_its_routing(T: int, formats: tuple[str, str]) -
     args = experts.arguments.flat(call)
     with torch.inference_mode():
         moe_ops.experts(*args)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = moe_ops.experts(*args)
+        graph, out = captured(lambda: moe_ops.experts(*args))
         graph.replay()
         assert relative_error(out, want) <= MOST_ERROR[formats[1]]
         call.ids_TK.copy_((call.ids_TK + 5) % 12)

@@ -12,6 +12,7 @@ import moe_ops
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, F32, TOL, Case, Tol, assert_close, make_layer
+from tests.gpu.captures import captured
 
 pytestmark = pytest.mark.gpu
 CASE = Case(name="small", T=9, E=5, K=2, D=64, I=32)
@@ -83,8 +84,7 @@ def test_a_quantized_layer_gives_on_the_gpu_what_it_gives_on_the_cpu(
     few_bits = bool(x_format) and Format.of(x_format).parsed.storage.dtype == torch.uint8
     tol = TOL["experts", torch.uint8] if few_bits else ONE_STEP
     assert_close(got.cpu(), want, tol, f"{w_format} {x_format}")
-    graph = torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.graph(graph):
-        replayed = moe_ops.experts(*args, **kwargs)
+    with torch.inference_mode():
+        graph, replayed = captured(lambda: moe_ops.experts(*args, **kwargs))
     graph.replay()
     assert torch.equal(replayed, got)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from moe_ops.decode_ops import normed_linears, normed_quantized_linears, quantiz
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall
 from moe_ops.testing import BF16, F16, Tol, assert_close
 from tests.decode_ops.test_quantized_linears import call_of
+from tests.gpu.captures import captured
 from tests.hf.coded_linears import FORMATS, MAKERS, in_floats
 
 pytestmark = pytest.mark.gpu
@@ -88,9 +90,7 @@ def test_launches_that_overlap() -> None:
     for T in (1, 8):
         x = layers[0].x_TK[:T]
         want = run(x, wait=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run(x)
+        graph, out = captured(partial(run, x))
         for _ in range(20):
             graph.replay()
             assert torch.equal(out, want)
@@ -100,9 +100,7 @@ def test_a_captured_call() -> None:
     call = on_gpu(call_of(1, 2048, (4096, 512, 512), "uint4:1x32", BF16)[0])
     given = quantized_linears.arguments.flat(call)
     quantized_linears(*given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = quantized_linears(*given)
+    graph, out = captured(lambda: quantized_linears(*given))
     for _ in range(3):
         call.x_TK.copy_(torch.randn_like(call.x_TK))
         graph.replay()

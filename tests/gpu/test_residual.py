@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_ops.decode_ops.experts_onto import experts_onto
 from moe_ops.ops import experts
 from tests.generation.steps import check_steps
+from tests.gpu.captures import captured
 from tests.hf import overrides
 
 pytestmark = pytest.mark.gpu
@@ -52,9 +53,7 @@ def test_layers_whose_launches_overlap_in_a_graph(plan: str, T: int) -> None:
         return x
 
     chain(x, torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(x, lambda: None)
+    graph, out = captured(lambda: chain(x, lambda: None))
     for _ in range(20):
         x.copy_(torch.randn_like(x))
         out.fill_(float("nan"))

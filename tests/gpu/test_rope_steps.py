@@ -12,6 +12,7 @@ from moe_ops.decode_ops.linears import linears
 from moe_ops.decode_ops.rope_attention import rope_attention
 from moe_ops.testing import Tol, assert_close
 from tests.generation.steps import check_steps
+from tests.gpu.captures import captured
 from tests.hf import overrides
 
 pytestmark = pytest.mark.gpu
@@ -86,9 +87,7 @@ def test_a_layer_whose_launches_overlap_in_a_graph(slots: int) -> None:
         return x
 
     chain(x, torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = chain(x, lambda: None)
+    graph, result = captured(lambda: chain(x, lambda: None))
     for step in range(20):
         x.copy_(torch.randn_like(x))
         slot.fill_(step)

@@ -18,6 +18,7 @@ from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant import packing
 from moe_ops.quant.formats import ROW, TENSOR, Format
 from moe_ops.testing import ACTIVATIONS
+from tests.gpu.captures import captured
 from tests.gpu.test_quantized_kernels import (
     CUT,
     MANY,
@@ -252,9 +253,7 @@ def test_a_captured_call_follows_its_routing(T: int, scheme: str) -> None:
     args = experts.arguments.flat(call)
     with torch.inference_mode():
         moe_ops.experts(*args)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = moe_ops.experts(*args)
+        graph, out = captured(lambda: moe_ops.experts(*args))
         for step in range(3):
             call.ids_TK.copy_((call.ids_TK + 5 * step) % 12)
             call.x_TD.normal_()

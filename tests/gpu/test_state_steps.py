@@ -19,6 +19,7 @@ from moe_ops.decode_ops import (
 )
 from moe_ops.registry.spec import Op
 from moe_ops.testing import BF16, Tol, assert_close
+from tests.gpu.captures import captured
 
 pytestmark = pytest.mark.gpu
 TOL = Tol(1.6e-2, "one rounding to 8 bits of mantissa, of outputs smaller than the largest")
@@ -129,9 +130,7 @@ def test_steps_whose_launches_overlap_in_a_graph(B: int) -> None:
     want = [steps(torch.cuda.synchronize) for _ in range(4)]
     restore()
     steps(lambda: None)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = steps(lambda: None)
+    graph, out = captured(lambda: steps(lambda: None))
     restore()
     for wanted in want:
         graph.replay()
