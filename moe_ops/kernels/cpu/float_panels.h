@@ -38,27 +38,22 @@ template <typename T> class FloatPanel {
       if (!rows_[place]) rows_[place] = none_.data;
     }
     few_ = expert_rows <= kFewRows;
-    if (few_) return;
-    for (int first = 0; first < kPanelRows; first += kLanes)
-      for (int64_t b = 0; b < blocks_; ++b) {
-        Register block[kBlockPlaces];
-        transposed(rows_ + first, b, block);
-        X* const to = numbers_.data + (b * kBlockPlaces * kPanelRows + first) * kPerLane;
-        MOE_UNROLL for (int i = 0; i < kBlockPlaces; ++i)
-          std::memcpy(to + i * kPanelRows * kPerLane, &block[i], kVectorBytes);
-      }
+    if (!few_) lay_out();
   }
 
   // Calls body(r, dots) for rows r of [begin, end), with the products of all rows of the panel; `source(r)` is row r.
   template <typename Source, typename Body>
   void multiply(int64_t begin, int64_t end, const Source& source, const Body& body) {
+    const X* tokens[kPanelTokens];
+    Floats dots[kPanelTokens][2];
     for (int64_t r = begin; r < end;) {
-      if (few_) r += few_of<kFewRows>(r, end, source, body);
-      else r += with_tokens(end - r, [&](auto tokens) {
-        return tile<tokens.value>(r, end, source, body, [&](const X* const* xs, Floats (*dots)[2]) {
-          sum_words<Math, tokens.value>(numbers_.data, xs, 0, places_, dots);
-        });
-      });
+      const int64_t most = few_ ? kFewRows : kPanelTokens, n = std::min(most, end - r);
+      for (int64_t t = 0; t < most; ++t)  // what is past the last row may be computed, and is left
+        tokens[t] = t < n ? as_numbers(source(r + t), t) : tokens[n - 1];
+      if (few_) sum_few<kFewRows>(n, tokens, dots);
+      else sum_many(n, tokens, dots);
+      for (int64_t t = 0; t < n; ++t) body(r + t, dots[t]);
+      r += n;
     }
   }
 
@@ -101,20 +96,35 @@ template <typename T> class FloatPanel {
     transpose(bytes, 0, words);
   }
 
-  // Up to `Most` rows, of which only now is known how many there are.
-  template <int Most, typename Source, typename Body>
-  int64_t few_of(int64_t r0, int64_t end, const Source& source, const Body& body) {
-    if constexpr (Most > 1) {
-      if (end - r0 < Most) return few_of<Most - 1>(r0, end, source, body);
-    }
-    return tile<Most>(r0, end, source, body, [&](const X* const* xs, Floats (*dots)[2]) {
-      for (int half = 0; half < 2; ++half) sum_rows<Most>(rows_ + half * kLanes, xs, half, dots);
+  __attribute__((noinline)) void lay_out() {
+    for (int first = 0; first < kPanelRows; first += kLanes)
+      for (int64_t b = 0; b < blocks_; ++b) {
+        Register block[kBlockPlaces];
+        transposed(rows_ + first, b, block);
+        X* const to = numbers_.data + (b * kBlockPlaces * kPanelRows + first) * kPerLane;
+        MOE_UNROLL for (int i = 0; i < kBlockPlaces; ++i)
+          std::memcpy(to + i * kPanelRows * kPerLane, &block[i], kVectorBytes);
+      }
+  }
+
+  // dots[t] = the products of the panel and token t, for n of them.
+  void sum_many(int64_t n, const X* const* tokens, Floats (*dots)[2]) const {
+    with_tokens(n, [&](auto most) {
+      sum_words<Math, most.value>(numbers_.data, tokens, 0, places_, dots);
+      return most.value;
     });
+  }
+
+  template <int Most> void sum_few(int64_t n, const X* const* tokens, Floats (*dots)[2]) const {
+    if constexpr (Most > 1) {
+      if (n < Most) return sum_few<Most - 1>(n, tokens, dots);
+    }
+    for (int half = 0; half < 2; ++half) sum_rows<Most>(rows_ + half * kLanes, tokens, half, dots);
   }
 
   // dots[t][half] = the products of kLanes rows and token t, summed in the order of `sum_words`.
   template <int Tokens>
-  void sum_rows(const T* const* rows, const X* const* tokens, int half, Floats (*dots)[2]) const {
+  __attribute__((noinline)) void sum_rows(const T* const* rows, const X* const* tokens, int half, Floats (*dots)[2]) const {
     Floats part[Tokens] = {};
     Register block[kBlockPlaces];
     for (int64_t b = 0; b < whole_; ++b) {
@@ -132,19 +142,7 @@ template <typename T> class FloatPanel {
     MOE_UNROLL for (int t = 0; t < Tokens; ++t) dots[t][half] = part[t];
   }
 
-  template <int Tokens, typename Source, typename Body, typename Sum>
-  int64_t tile(int64_t r0, int64_t end, const Source& source, const Body& body, const Sum& sum) {
-    const X* tokens[Tokens];
-    for (int t = 0; t < Tokens; ++t)  // what is past the last row is computed, and left
-      tokens[t] = as_numbers(source(std::min<int64_t>(r0 + t, end - 1)), t);
-    Floats dots[Tokens][2];
-    sum(tokens, dots);
-    const int64_t n = std::min<int64_t>(Tokens, end - r0);
-    for (int t = 0; t < n; ++t) body(r0 + t, dots[t]);
-    return n;
-  }
-
-  const X* as_numbers(const T* row, int t) {
+  const X* as_numbers(const T* row, int64_t t) {
     X* const to = tokens_.data + t * places_ * kPerLane;
     if constexpr (std::is_same_v<X, T>) {
       if (as_they_lie()) return row;

@@ -80,8 +80,8 @@ template <typename Body> int64_t with_tokens(int64_t rest, const Body& body) {
 
 // sums[t] = the products of a panel's rows and token t, summed over so many places from `first` on, which p is at.
 template <typename Math, int Tokens>
-inline void sum_words(const typename Math::X* p, const typename Math::X* const* tokens, int64_t first, int64_t places,
-                      Floats (*sums)[2]) {
+__attribute__((noinline)) void sum_words(const typename Math::X* p, const typename Math::X* const* tokens,
+                                         int64_t first, int64_t places, Floats (*sums)[2]) {
   constexpr int per_lane = Math::kWidth / kLanes;
   Floats part[Tokens][2] = {};
   for (int64_t i = first; i < first + places; ++i, p += 2 * Math::kWidth) {
