@@ -37,9 +37,14 @@ STEPS = ("moe_ops/generation", "moe_ops/graphs")
 # other formats are none. A file that was measured since needs no edit here.
 CHANGES = (
     Change(
-        "the CPU kernels of experts in floats", "2026-11-28 11:36", "a553aab",
+        "the CPU kernels of experts in floats", "2026-11-28 14:59", "73cd9c3",
         ("layer_lifted_epyc_*", "layer_*_cpu_*", "layer_*_epyc_*"),
-        tuple(f"{CPU}{name}" for name in ("experts.cpp", "layer.h", "panels.h", "columns.h")),
+        tuple(
+            f"{CPU}{name}"
+            for name in (
+                "experts.cpp", "layer.h", "products.h", "tiles.h", "float_panels.h", "columns.h",
+            )
+        ),
     ),
     Change(
         "the CPU kernel of routers", "2026-11-26 20:01", "d99227a", ("block_*",),
@@ -48,7 +53,10 @@ CHANGES = (
     Change(
         "the CPU kernels of quantised experts", "2026-11-28 11:36", "e3ebb3a",
         ("quantised_*epyc", "accuracy_cpu", "task_cpu"),
-        tuple(f"{CPU}{name}" for name in ("quantized.cpp", "codes.h", "weights.h", "inputs.h")),
+        tuple(
+            f"{CPU}{name}"
+            for name in ("quantized.cpp", "codes.h", "weights.h", "inputs.h", "panels.h")
+        ),
     ),
     Change("`generate` on a CPU", "2026-11-28 00:12", "ee5dabb", ("quickstart_*",), STEPS),
     Change("the passes", "2026-11-28 08:16", "1870eef", ("compile_cpu",), ("passes",)),
