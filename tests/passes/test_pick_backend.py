@@ -33,9 +33,10 @@ MANY = Case(name="many", T=300, E=4, K=2, D=32, I=16)
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a processor that has instructions for bfloat16, whatever this one has."""
-    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, BF16, 10)
-    monkeypatch.setitem(cpu.GEMM_MAX_ROWS, BF16, 4)
+    """Those of a processor with AMX, whatever this one has."""
+    for dtype, experts_rows, gemm_rows in ((BF16, 10, 4), (F32, 32, 32)):
+        monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, experts_rows)
+        monkeypatch.setitem(cpu.GEMM_MAX_ROWS, dtype, gemm_rows)
 
 
 def only_choice(hook: Hook) -> Choice:
