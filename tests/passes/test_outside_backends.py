@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moe_ops import expert_gemm, experts
-from moe_ops.backends import cpu
 from moe_ops.bench.stages import Place, Stage, usable
 from moe_ops.conformance.kit import BY_NAME
 from moe_ops.conformance.samples import samples
@@ -26,11 +25,9 @@ ran: list[str] = []
 
 
 @pytest.fixture(autouse=True)
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A backend of a layer that takes up to 9 tokens, and one of a stage for any number of rows,
-    beside ours with the limit that it has on machines with AMX."""
+def theirs() -> Iterator[None]:
+    """A backend of a layer that takes up to 9 tokens, and one of a stage for any number of rows."""
     ran.clear()
-    monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, torch.float32, 32)
 
     @experts.backend("theirs", priority=9, rows=Rows(preferred=lambda call: 9))
     def layer(call: ExpertsCall) -> Tensor:

@@ -31,14 +31,6 @@ from tests.passes.post_grad import Compiled, text
 MANY = Case(name="many", T=300, E=4, K=2, D=32, I=16)
 
 
-@pytest.fixture(autouse=True)
-def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a processor with AMX, whatever this one has."""
-    for dtype, experts_rows, gemm_rows in ((BF16, 10, 4), (F32, 32, 32)):
-        monkeypatch.setitem(cpu.EXPERTS_MAX_ROWS, dtype, experts_rows)
-        monkeypatch.setitem(cpu.GEMM_MAX_ROWS, dtype, gemm_rows)
-
-
 def only_choice(hook: Hook) -> Choice:
     (choice,) = hook.context.choices
     return choice
