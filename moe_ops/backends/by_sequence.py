@@ -113,3 +113,9 @@ def seen(mask_S: Tensor) -> Tensor:
     if mask_S.dtype != torch.bool:
         mask_S = mask_S > torch.finfo(mask_S.dtype).min / 2
     return mask_S.nonzero()[:, 0]
+
+
+for op in (
+    convolution_step, delta_rule_step, delta_rule, state_space_step, state_space_scan, one_query,
+):  # fmt: skip
+    op.keeps_for_invariant(NAME)

@@ -79,3 +79,6 @@ OPTIONS: dict[str, Any] = {"devices": ("cpu",), "priority": 1, "arithmetic": ari
 dispatch.backend("cpu", reads=("expert_map",), supports=supports_dispatch, **OPTIONS)(run_dispatch)
 activate.backend("cpu", reads=reads.ACTIVATION, supports=supports_activate, **OPTIONS)(run_activate)
 combine.backend("cpu", supports=supports_combine, **OPTIONS)(run_combine)
+if loaded.library() is None:
+    for op in (dispatch, activate, combine):
+        op.keeps_for_invariant("cpu")

@@ -23,7 +23,7 @@ from moe_ops.registry.backend import (
     Rounds,
     Rows,
 )
-from moe_ops.registry.invariance import Arithmetic, unknown
+from moe_ops.registry.invariance import INVARIANT, PLANNED, Arithmetic, unknown
 from moe_ops.registry.layouts import Layout
 from moe_ops.registry.memo import Memo
 from moe_ops.registry.record import Annotations, Arguments
@@ -61,6 +61,8 @@ class Registration:
         self.paths: dict[str, Backend] = {}
         # Candidates by device type in the order in which they are asked; the reference is the last.
         self._order: dict[str, tuple[Backend, ...]] = {}
+        # Backends that are asked where calls have to be batch invariant, and nowhere else.
+        self.only_invariant: set[str] = set()
         self._layouts: dict[str, Layout] = {}
         self._plans: dict[str, Runs] = {}  # what runs a plan, by its text
         self.keep: Callable[[Any], None] | None = None  # of what compiled code must not drop
@@ -254,6 +256,11 @@ class Registration:
         """A backend, or a path of one, by its name."""
         return self.backends.get(name) or self.paths.get(name)
 
+    def keeps_for_invariant(self, name: str) -> None:
+        """Say that a backend is asked where calls have to be batch invariant, and nowhere else."""
+        self.only_invariant.add(name)
+        self._forget()
+
     def _put(self, backend: Backend) -> None:
         self._backends[backend.name] = backend
         self._forget()
@@ -266,12 +273,15 @@ class Registration:
 
     def candidates(self, device: str) -> tuple[Backend, ...]:
         """The backends that run on a device type, in the order in which they are asked."""
-        found = self._order.get(device)
+        key = f"{PLANNED}{device}" if INVARIANT.get() else device
+        found = self._order.get(key)
         if found is None:
             others = [b for b in self.backends.values() if b.name != REFERENCE]
             others.sort(key=lambda b: -b.priority)  # stable
             here = (b for b in others if b.devices is None or device in b.devices)
-            found = self._order[device] = (*here, self.backends[REFERENCE])
+            if key == device:
+                here = (b for b in here if b.name not in self.only_invariant)
+            found = self._order[key] = (*here, self.backends[REFERENCE])
         return found
 
     def invariant(self, device: str, call: Any) -> tuple[Backend, ...]:
