@@ -78,9 +78,8 @@ def each() -> Iterator[Any]:
         yield pytest.param(capability, part, marks=marks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("capability", "part"), each())
-def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -> None:
+def compiled(capability: int, part: str) -> list[dict[str, Any]]:
+    """What `offline.py` says of a part's variants."""
     # In a process of its own, as Triton interprets kernels in this one.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
@@ -89,7 +88,25 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
         capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    variants = [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.every
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_invariant_calls_compile_and_spill_nothing(capability: int) -> None:
+    variants = compiled(capability, "invariant")
+    streamed = STREAMED if capability == 90 else set()
+    used = {"one_query_kernel", "one_query_merge", "linears_few", "norm_rows_kernel", "sum_kernel"}
+    assert {v["kernel"] for v in variants} >= EXPERTS | used | streamed
+    assert [v for v in variants if v["shared"] > v["memory"]] == []
+    assert [v for v in variants if v["spilled"] > (0 if capability == 90 else 64)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("capability", "part"), each())
+def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -> None:
+    variants = compiled(capability, part)
     others = ("one_of_each", "latents", "quantized_linears", "ranks", "training", "adapters")
     quantized = part not in others and not part.endswith("floats")
     streamed = STREAMED if capability == 90 and quantized else set()
