@@ -27,6 +27,7 @@ from moe_ops.planning.choose import Node, Rules, choose
 from moe_ops.planning.thresholds import THRESHOLD_OPS
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.registry.backend import LAYOUT
+from moe_ops.registry.invariance import INVARIANT
 from moe_ops.registry.spec import OPS
 from moe_ops.testing import TOL, assert_close
 
@@ -137,7 +138,12 @@ def choices(call: Call) -> str | None:
     record = call.op.call(*args)
     forced = ((None, call.backend.name),) if call.op.name in THRESHOLD_OPS else None
     node = Node(name=call.label, layer="")
-    found = choose(call.op, record, node, Rules(thresholds=None, strict=False, table={}))
+    found = choose(
+        call.op,
+        record,
+        node,
+        Rules(thresholds=None, strict=False, table={}, batch_invariant=INVARIANT.get()),
+    )
     reason = found.refusals.get(call.backend.name)
     if reason == BY_A_SIZE:
         return f"{call.op.name} {call.sample}: {BY_A_SIZE}, so that graphs of any size leave it out"

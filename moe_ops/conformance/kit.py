@@ -15,6 +15,7 @@ from moe_ops.conformance.call import Call
 from moe_ops.conformance.report import PROGRAM, Failure, Report
 from moe_ops.conformance.samples import Sample, samples
 from moe_ops.registry.backend import Backend
+from moe_ops.registry.invariance import invariant
 from moe_ops.registry.spec import DECODE_OPS, OPS, Op
 from moe_ops.testing import CASES, Case
 
@@ -113,7 +114,13 @@ def examine(op: Op | str, name: str, *, only: Only | None = None, device: str = 
         raise ValueError(f"no backend {name!r} of {op.name}; there are {known}{hint}")
     _require_label(op, only)
     report, seen = Report(backend=name), Seen()
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+    within = invariant(name in op.only_invariant)  # which runs no other calls
+    with (
+        within,
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         for case, dtype in only.sizes():
             for label, args in _made(op, case, dtype):
                 if only.takes(label):
