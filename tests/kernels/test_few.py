@@ -263,14 +263,15 @@ INVARIANT = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("formats", those_of((INVARIANT[2], INVARIANT[-1]), INVARIANT), ids=str)
+@pytest.mark.parametrize("formats", those_of(INVARIANT[2:3], INVARIANT), ids=str)
 @each_kernel
 def test_invariant_calls_multiply_scales_into_values(
     kernel: str, formats: tuple[str, str], by_torch: list[str]
 ) -> None:
     """Rows of one token and of several are the same to the bit where no product is rounded."""
+    widths = 256 if formats[0] == "int8:row" or "float8" in formats[0] else 128
     for biases in (False, True):
-        case = Case(name="small", T=TOKENS[kernel], E=6, K=3, D=256, I=256)
+        case = Case(name="small", T=TOKENS[kernel], E=4, K=3, D=widths, I=widths)
         call = call_of(case, *formats, biases=biases and "nvfp4" not in formats)
         with invariant():
             got = run_experts(kernel, call)
