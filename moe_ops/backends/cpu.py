@@ -79,7 +79,7 @@ def stream_gemm(call: ExpertGemmCall) -> Tensor:
     """`expert_gemm` that reads each weight once."""
     x_RD, w_EFD, ends_E = call.x_RD, call.w_EFD, call.ends_E
     y_RF = x_RD.new_empty(x_RD.shape[0], w_EFD.shape[1])
-    ends_E, least = ends_E.contiguous(), least_panel_rows()
+    ends_E, least = ends_E.contiguous(), least_panel_rows(codes=False)
     if not kernels.gemm(_rows(x_RD), w_EFD, ends_E, call.bias_EF, y_RF, least):
         checked_ends(ends_E, x_RD.shape[0])
     return y_RF
@@ -109,8 +109,9 @@ def most_tokens(call: ExpertsCall) -> int | None:
 
 
 def arithmetic(call: ExpertsCall) -> str:
-    """How the kernels compute a token's row: each product of a row by itself, in the order of its
-    columns, then its experts in the order of its choices."""
+    """How the kernels compute a token's row in a batch invariant call: each product of a row by
+    itself, of floats by panels and of codes by streams, then its experts in the order of its
+    choices."""
     return cpu_codes.arithmetic(call) if call.w_format else "cpu"
 
 
@@ -134,7 +135,7 @@ def stream_experts(call: ExpertsCall) -> Tensor:
         _rows(call.x_TD), call.weights_TK.contiguous(), ids_TK.contiguous(),
         call.w13_EFD, call.w2_EDI, call.b13_EF, call.b2_ED,
         call.kind, call.gated, call.interleaved, call.alpha, call.limit, call.up_shift,
-        least_panel_rows(),
+        least_panel_rows(codes=False),
     )  # fmt: skip
 
 

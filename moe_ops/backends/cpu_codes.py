@@ -112,7 +112,8 @@ def run(call: ExpertsCall, x_TD: Tensor, ids_TK: Tensor) -> Tensor:
         kernels.Codes(c.w2_EDI, c.w2_scale_EDG, c.w2_zero_EDG, format.group, of_h),
         (c.b13_EF, c.b2_ED),
         (c.kind, c.gated, c.interleaved, c.alpha, c.limit, c.up_shift),
-        kernels.Kind(format.element, format.scale, _element(c.x_format)), least_panel_rows(),
+        kernels.Kind(format.element, format.scale, _element(c.x_format)),
+        least_panel_rows(codes=True),
     )  # fmt: skip
 
 

@@ -42,5 +42,5 @@ def multiply(call: QuantizedLinearsCall) -> list[Tensor]:
             w_NK[None], call.scales[g][None], None if zero is None else zero[None], format.group
         )
         bias = None if bias is None else contiguous(bias.to(x_TK.dtype))
-        outs.append(kernels.linear(x_TK, codes, bias, of, least_panel_rows()))
+        outs.append(kernels.linear(x_TK, codes, bias, of, least_panel_rows(codes=True)))
     return outs
