@@ -58,7 +58,8 @@ struct Routed {
         b13(bias_like(check, "b13_EF", c.b13_EF, s.E, s.F, tokens.scalar_type())),
         b2(bias_like(check, "b2_ED", c.b2_ED, s.E, s.D, tokens.scalar_type())),
         layer{s.T, s.K, s.E, s.F, s.D, s.I, x.stride(0), 0, 0, 0, 0, 1, 1,
-              ids.scalar_type() == ScalarType::Long, weights.scalar_type() == ScalarType::Float, threads(), 0,
+              ids.scalar_type() == ScalarType::Long, weights.scalar_type() == ScalarType::Float, threads(),
+              least_panel_rows(c.batch_invariant, !c.w_format.empty()),
               activation_of(check, c)} {}
 };
 
@@ -182,7 +183,9 @@ inline Tensor moe(const MoeCall& c, const char* op) {
                "the experts of w13_EFD, as there is no expert_map");
   }
   const auto [weights_TK, ids_TK] = route(c.routing(), op);
-  return experts(c.layer(weights_TK, ids_TK), op);
+  ExpertsCall layer = c.layer(weights_TK, ids_TK);
+  layer.batch_invariant = c.batch_invariant;
+  return experts(layer, op);
 }
 
 }  // namespace moe_ops

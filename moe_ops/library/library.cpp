@@ -25,10 +25,11 @@ template <typename... T> void put(StableIValue* stack, const std::tuple<T...>& r
 }
 
 // An op as the dispatcher calls it. With a plan, a further argument, it is what compiled graphs call: backends were
-// chosen when they were compiled, and here is one.
+// chosen when they were compiled, and here is one. Those of batch invariant calls begin with this word.
 template <typename Call, auto run> void boxed(StableIValue* stack, uint64_t given, uint64_t) {
-  const Call call = Call::of(stack);
-  if (given > Call::kArguments) taken<std::string>(stack[Call::kArguments]);
+  Call call = Call::of(stack);
+  if (given > Call::kArguments)
+    call.batch_invariant = taken<std::string>(stack[Call::kArguments]).rfind("invariant;", 0) == 0;
   put(stack, run(call, Call::kName));
 }
 

@@ -81,6 +81,7 @@ def _record(op: Op, reads: Iterable[str] | None, more: str = "") -> str:
         f"  static constexpr const char* kPlanned = {json.dumps(planned)};",
         f"  static constexpr uint64_t kArguments = {len(parameters)};",
         *fields,
+        "  bool batch_invariant = false;  // as a plan says",
         f"  static {kind} of(StableIValue* stack) {{ return {{{', '.join(taken)}}}; }}",
     ]
     if reads is not None:

@@ -139,6 +139,12 @@ inline MaybeTensor bias_like(const Checks& check, const char* name, const MaybeT
          " to ", R, " would do; give each expert one past its last row");
 }
 
+// From how many rows of an expert on panels multiply, as moe_ops/backends/cpu_panels.py has it.
+inline int32_t least_panel_rows(bool batch_invariant, bool codes) {
+  if (!batch_invariant) return 0;
+  return codes ? std::numeric_limits<int32_t>::max() : 1;
+}
+
 inline Tensor expert_gemm(const ExpertGemmCall& c, const char* op) {
   if (!c.w_format.empty())
     refuse(op, "libmoe_ops multiplies codes in `experts` alone, got w_format=", said(c.w_format),
@@ -161,7 +167,8 @@ inline Tensor expert_gemm(const ExpertGemmCall& c, const char* op) {
   const Tensor y = empty_like_rows(x, {R, w.outputs}, dtype);
   const auto run = dtype == ScalarType::Float ? moe_gemm_float32 : moe_gemm_bfloat16;
   if (!run(data(w.w), w.expert_stride, w.row_stride, w.column_stride, data(bias), data(x), x.stride(0),
-           static_cast<const int32_t*>(data(ends)), written<void>(y), R, E, w.outputs, D, threads(), 0))
+           static_cast<const int32_t*>(data(ends)), written<void>(y), R, E, w.outputs, D, threads(),
+           least_panel_rows(c.batch_invariant, false)))
     refuse_ends(op, ends, R);
   return y;
 }
