@@ -267,6 +267,33 @@ def test_what_it_does_not_take_is_refused_in_words(name: str, ran: Ran) -> None:
     assert re.match(rf"moe_ops\.{op}: .*{said}", ran.refused[name]), ran.refused[name]
 
 
+INVARIANT = """
+import sys
+import torch
+torch.ops.load_library(sys.argv[1])
+torch.manual_seed(0)
+x, w13, w2 = torch.randn(40, 70), torch.randn(2, 66, 70), torch.randn(2, 70, 33)
+weights, ids = torch.rand(40, 1), torch.arange(40)[:, None] % 2
+ends = torch.tensor([13, 40], dtype=torch.int32)
+planned = torch.ops.moe_ops.experts.planned, torch.ops.moe_ops.expert_gemm.planned
+
+def differ(plan):
+    together = planned[0](x, weights, ids, w13, w2, plan=plan)
+    alone = torch.cat([planned[0](x[t:t+1], weights[t:t+1], ids[t:t+1], w13, w2, plan=plan)
+                       for t in range(40)])
+    product = planned[1](x, w13, ends, plan=plan)
+    row = planned[1](x[12:13], w13, torch.tensor([1, 1], dtype=torch.int32), plan=plan)
+    return not torch.equal(together, alone), not torch.equal(product[12:13], row)
+
+print(differ("invariant;cpu"), differ("cpu"))
+"""
+
+
+def test_plans_of_batch_invariant_calls_give_rows_one_result(library: Path) -> None:
+    done = built.python("-c", INVARIANT, str(library))
+    assert done.stdout.split("\n")[0] == "(False, False) (True, True)"
+
+
 STRINGS = """
 import sys
 import torch
