@@ -33,7 +33,7 @@ def test_refusals_are_told_and_nothing_run_is_no_pass(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cup"], "no backend 'cup'; there are .*aten, cpu, .*did you mean 'cpu'"),
+        (["cup"], "no backend 'cup'; there are .*aten, .*cpu, .*did you mean 'cpu'"),
         (["cpu", "--op", "rout"], "no op 'rout'; there are .*did you mean 'route'"),
         (["cpu", "--op", "moe"], "no backend 'cpu' of moe; there are flashinfer_trtllm, reference"),
         (["cpu", "--sample", "od"], "no case 'od'; there are .*did you mean 'odd'"),

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_ops import using
+from moe_ops.backends import cpu
 from moe_ops.layer import MoELayer, exchange
 from moe_ops.layer import run as run_of_layers
 from moe_ops.parallel.config import AUTO, HIGH_THROUGHPUT, ParallelConfig
 from moe_ops.quant.config import QuantConfig
 from moe_ops.testing import Tol, assert_close
+from tests.distributed.one_path import always_panels
 from tests.distributed.ranks import fake_group, processes, results, threads
 from tests.layer.shards import randomize, take_share
 
@@ -102,6 +104,7 @@ def test_parts_give_the_bits_of_one_call(
         return exchanged(held, ranks, rows, routed)
 
     monkeypatch.setattr(run_of_layers, "_exchanged", noted)
+    monkeypatch.setattr(cpu, "least_panel_rows", always_panels)
     whole = randomize(MoELayer(**SIZES, bias=True))
     rows = None if asks else most
     assert all(results(len(tokens), on_one_path, whole, {"bias": True}, tokens, rows))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops import plan_halves, two_halves, using
+from moe_ops.backends import cpu
 from moe_ops.halves import HalvesPlan, plan
 from moe_ops.layer import MoELayer, exchange
 from moe_ops.parallel.config import AUTO, HIGH_THROUGHPUT, LOW_LATENCY
@@ -20,6 +21,7 @@ from moe_ops.ranks import exchange as exchange_of_ranks
 from moe_ops.ranks import gather
 from moe_ops.testing import Tol, assert_close
 from tests.distributed.attention_block import SIZES, Block, share_of_block, whole_block
+from tests.distributed.one_path import always_panels
 from tests.distributed.ranks import processes, results, threads
 
 CLOSE = Tol(1e-5, "products of fewer rows are summed in another order")
@@ -70,7 +72,11 @@ def in_both_ways(
 
 
 @pytest.mark.parametrize("many", SEQUENCES.values(), ids=SEQUENCES)
-def test_halves_give_the_bits_of_one_batch(many: Sequences) -> None:
+def test_halves_give_the_bits_of_one_batch(
+    many: Sequences, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "least_panel_rows", always_panels)
+
     def run(rank: int, world: str) -> bool:
         with using("cpu", "experts"):
             return in_both_ways(rank, world, whole, {"config": config}, many)
