@@ -149,7 +149,7 @@ def sum_gathered(call: CombineTokensCall) -> Tensor:
 def supports_sum(call: CombineCall) -> str | None:
     """Why the kernel does not sum the rows of tokens, or None."""
     if not INVARIANT.get():
-        return "sums in calls that are batch invariant"
+        return "is for calls that have to be batch invariant; using(batch_invariant=True) asks for"
     return NO_GRADIENT if needs_grad(call.y_RD, call.weights_TK) else refuse_device(call.y_RD)
 
 
@@ -175,3 +175,6 @@ def sum_choices(call: CombineCall) -> Tensor:
     inverse_R.scatter_(0, rows_R.long().clamp(-1, R) % (R + 1), places_R)
     given = (call.y_RD.contiguous(), inverse_R[:R], call.weights_TK.contiguous(), K)
     return sum_rows(*given, ordered=True)
+
+
+combine.keeps_for_invariant("triton")
