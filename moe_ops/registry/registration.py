@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
 from inspect import Parameter
 from typing import Any
 
@@ -187,22 +186,22 @@ class Registration:
 
     def emulates(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls a backend emulates the inputs; `Backend` says what that is."""
-        self._put(replace(self._backends[name], emulates=when))
+        self._put(self._backends[name].changed(emulates=when))
 
     def waits(self, name: str, when: Callable[[Any], bool]) -> None:
         """Say of which calls the host waits for the device in a backend; `Backend` says why."""
-        self._put(replace(self._backends[name], waits=when))
+        self._put(self._backends[name].changed(waits=when))
 
     def needs(self, name: str, needs: Needs) -> None:
         """Say what a backend needs of a machine, whatever the call."""
-        self._put(replace(self._backends[name], needs=needs))
+        self._put(self._backends[name].changed(needs=needs))
 
     def remembers(
         self, name: str, *asks: ContextVar[Any], alike: Binds | None = None, aligned: bool = False
     ) -> None:
         """Say that a backend's `supports` and `rows` look at nothing but what a memo compares and
         these context variables; `Backend` says what `alike` and `aligned` are."""
-        self._put(replace(self._backends[name], asks=asks, alike=alike, aligned=aligned))
+        self._put(self._backends[name].changed(asks=asks, alike=alike, aligned=aligned))
 
     def path(
         self,
@@ -233,24 +232,24 @@ class Registration:
             return min((n for n in limits if n is not None), default=ANY_ROWS)
 
         rows = Rows(possible=possible)
-        self.paths[name] = replace(
-            of, name=name, run=run, supports=supports, rows=rows, arithmetic=arithmetic,
+        self.paths[name] = of.changed(
+            name=name, run=run, supports=supports, rows=rows, arithmetic=arithmetic,
             told=None, in_plan=None,
         )  # fmt: skip
 
     def in_plan(self, name: str, runs: InPlan) -> None:
         """Say what runs calls of a plan by a backend or a path; `Backend` says what is given."""
         of = self._backends if name in self._backends else self.paths
-        of[name] = replace(of[name], in_plan=runs)
+        of[name] = of[name].changed(in_plan=runs)
         self._forget()
 
     def tells(self, name: str, told: Callable[[Any], str]) -> None:
         """Say in words by which path a backend runs a call; `Backend` says what is told."""
-        self._put(replace(self._backends[name], told=told))
+        self._put(self._backends[name].changed(told=told))
 
     def rounds(self, name: str, multiples: Rounds) -> None:
         """Say of which multiples a backend needs the widths of a layer to be, by its formats."""
-        self._put(replace(self._backends[name], rounds=multiples))
+        self._put(self._backends[name].changed(rounds=multiples))
 
     def named(self, name: str) -> Backend | None:
         """A backend, or a path of one, by its name."""
