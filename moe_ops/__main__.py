@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import importlib.util
 import runpy
+import shutil
 import sys
 import tarfile
 import warnings
@@ -82,7 +83,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if args.command == "backends":
         from moe_ops.backends import available
 
-        print(available.text())
+        columns = shutil.get_terminal_size(fallback=(available.WIDTH, 24)).columns
+        print(available.text(min(available.WIDTH, columns)))
         return 0
     if args.command == "conformance":
         return conformance.run(top, args)
@@ -179,8 +181,8 @@ def not_found(module: str) -> str | None:
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="python -m moe_ops",
-        description="What moe_ops makes of a model, its caches filled ahead, which backends run on "
-        "this machine, and other programs with moe_ops imported.",
+        description="What moe_ops makes of a model, how fast it would generate, caches filled\n"
+        "ahead, which backends run here, and other programs with moe_ops imported.",
         epilog="Measurements: python -m moe_ops.bench --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of --version
     )

@@ -100,12 +100,12 @@ def _compiler(device: torch.device) -> str | None:
     return None
 
 
-def text() -> str:
-    """All available backends as text, in lines of at most 100 columns."""
-    return "\n".join(_lines(b) for b in available())
+def text(width: int = WIDTH) -> str:
+    """All available backends as text, in lines of at most so many columns, but for long words."""
+    return "\n".join(_lines(b, width) for b in available())
 
 
-def _lines(b: Available) -> str:
+def _lines(b: Available, width: int) -> str:
     ops = "every op" if b.name == REFERENCE else ", ".join(b.ops)
     facts = (
         ("of", ops),
@@ -115,12 +115,12 @@ def _lines(b: Available) -> str:
         ("runs here", "yes" if b.missing is None else f"no: {b.missing}"),
     )
     paths = (f"{name}: {missing or 'can run'}" for name, missing in b.paths)
-    by = (_fact("paths" if i == 0 else "", said) for i, said in enumerate(paths))
-    return "\n".join([b.name, *(_fact(*fact) for fact in facts), *by])
+    by = (_fact("paths" if i == 0 else "", said, width) for i, said in enumerate(paths))
+    return "\n".join([b.name, *(_fact(*fact, width) for fact in facts), *by])
 
 
-def _fact(name: str, said: str) -> str:
+def _fact(name: str, said: str, width: int) -> str:
     return "\n".join(
-        wrap(said, WIDTH, initial_indent=f"   {name:<11}", subsequent_indent=" " * 14,
+        wrap(said, width, initial_indent=f"   {name:<11}", subsequent_indent=" " * 14,
              break_on_hyphens=False, break_long_words=False)
     )  # fmt: skip

@@ -28,6 +28,7 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     package.capability.cache_clear()
     package._refusal.cache_clear()
+    monkeypatch.setenv("COLUMNS", str(available.WIDTH))
     assert main(["backends"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= available.WIDTH
@@ -44,6 +45,15 @@ def test_what_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch) -> Non
     assert "of         every op\n" in blocks["reference"]
     package.capability.cache_clear()
     package._refusal.cache_clear()
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_lines_are_as_wide_as_the_terminal(capsys, monkeypatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["backends"]) == 0
+    widest = max(map(len, capsys.readouterr().out.splitlines()))
+    assert 70 < widest <= min(columns, available.WIDTH)
+    assert columns == 80 or widest > 80
 
 
 PATHS = {
