@@ -26,7 +26,15 @@ def formats_of(experts: str, linears: str | None, head: str | None) -> Formats:
     config = None
     if experts not in DTYPES:
         weights, inputs = DEFAULTS.get(experts, (weights, inputs))
-        config = QuantConfig(weights=weights, inputs=inputs) if inputs else QuantConfig.of(weights)
+        try:
+            config = (
+                QuantConfig(weights=weights, inputs=inputs) if inputs else QuantConfig.of(weights)
+            )
+        except ValueError as error:
+            raise ValueError(
+                "--format takes a dtype, formats such as int8:row, or a scheme, got "
+                f"{experts!r}: {error}"
+            ) from error
     floats = experts if experts in DTYPES else FLOAT
     for name, format in (("--linears", linears), ("--head", head)):
         if format is not None and format not in DTYPES:

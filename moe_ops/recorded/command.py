@@ -41,6 +41,11 @@ def add(commands: Any) -> None:
 def run(top: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Run the command. Returns 0; files that cannot be read or written exit with 2 and a line on
     stderr."""
+    if not Path(args.file).is_file():
+        top.error(
+            f"{args.file}: there is no such file; give one that RecordedRouting.save or a "
+            "LoadRecorder wrote"
+        )
     try:
         for name in ("html", "json"):
             if getattr(args, name) is not None:

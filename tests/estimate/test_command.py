@@ -97,6 +97,7 @@ def test_what_does_not_fit_and_what_is_guessed_are_said(
         (["qwen3_mo", "--device", "h100"], "no such model type"),
         (["./nowhere.json", "--device", "h100"], "./nowhere.json: there is no such f"),
         (["qwen3_moe", "--device", "h100", "--format", "int5"], "scheme 'int5' is unknown"),
+        (["qwen3_moe", "--device", "h100", "--format", "int5"], "formats such as int8:row"),
         (["qwen3_moe", "--device", "h100", "--linears", "int5:row"], "--linears='int5:row'"),
         (["qwen3_moe", "--device", "h100", "--batch", "0"], "must be an integer above 0, got '0'"),
         (["llama", "--device", "h100"], "LlamaForCausalLM has no experts; name an MoE model"),

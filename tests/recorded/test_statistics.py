@@ -172,4 +172,4 @@ def test_the_command_refuses_in_a_line(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit) as left:
         main(["routing", str(tmp_path / "none.safetensors")])
     assert left.value.code == 2
-    assert "none.safetensors" in capsys.readouterr().err
+    assert "none.safetensors: there is no such file; give one that" in capsys.readouterr().err
