@@ -58,8 +58,8 @@ def _summary(what: str, found: Sequence[Miss]) -> str:
     low, high = spread(ratios)
     return (
         f"Of {len(ratios)} {what}s, {near} are within 20 %, the worst is off by "
-        f"{max(map(off, ratios)):.0%}; nine of ten are {low:.2f} to {high:.2f} times as long as "
-        "expected."
+        f"{max(map(off, ratios)) * 100:.0f} %; nine of ten are {low:.2f} to {high:.2f} times as "
+        "long as expected."
     )
 
 
