@@ -38,7 +38,7 @@ def add(commands: Any, positive: Callable[[str], int], dtypes: Iterable[str]) ->
     put = options.add_argument
     put("model", metavar="MODEL", help="a model type such as qwen3_moe, a folder, or a hub id")
     put("--random", action="store_true", help="read the config alone, and take random weights")
-    put("--batch", type=positive, default=4, help="prompts in company, 4 by default")
+    put("--batch", type=positive, default=4, help="prompts of a batch, 2 or more, 4 by default")
     put("--tokens", type=positive, default=16, help="tokens of each prompt, 16 by default")
     put("--generate", type=positive, default=8, metavar="N", help="new tokens, 8 by default")
     put("--dtype", default="bfloat16", choices=sorted(dtypes))
@@ -52,7 +52,9 @@ def add(commands: Any, positive: Callable[[str], int], dtypes: Iterable[str]) ->
 
 def run(top: argparse.ArgumentParser, args: argparse.Namespace, load: Callable[[Any], Any]) -> int:
     """Run the command on the model that `load` makes of the options. Returns 0 if nothing differs,
-    else 1; a model that cannot be made exits with 2 and a line."""
+    else 1; a batch without company, and a model that cannot be made, exit with 2 and a line."""
+    if args.batch < 2:
+        top.error(f"--batch={args.batch} leaves the prompt alone both times; give 2 or more")
     try:
         torch.manual_seed(0)
         model = load(args)

@@ -89,6 +89,13 @@ def test_what_differs_by_itself() -> None:
     assert difference(OfRows(), call, 4) == ""
 
 
+def test_a_prompt_needs_company(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["invariant", "qwen3_moe", "--tiny", "--batch", "1"])
+    assert left.value.code == 2
+    assert "--batch=1 leaves the prompt alone both times; give 2" in capsys.readouterr().err
+
+
 @pytest.mark.every
 def test_a_tiny_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["invariant", "qwen3_moe", "--tiny", "--layers", "1", "--dtype", "float32"]
