@@ -55,7 +55,7 @@ def _lines(found: Estimate) -> Iterator[str]:
     for row in found.rows:
         yield _prompt(row, asked.prompt)
     yield ""
-    yield "of a step, ms (the least that it takes)"
+    yield f"of a step, ms (the least that it takes), without parts below {SMALL:.0%}"
     for row in found.rows:
         yield from _wrapped(f"batch {row.batch}: {_parts(row.step, found.rates)}")
     yield ""
