@@ -13,6 +13,7 @@ from moe_ops.checks.shapes import wide
 from moe_ops.ops.route import RouteCall, beyond_groups, finished, route, score_of
 from moe_ops.ops.route import check as check_route
 from moe_ops.ops.route_recording import check_ids, route_first
+from moe_ops.registry.invariance import INVARIANT
 from moe_ops.registry.spec import op
 
 
@@ -63,8 +64,18 @@ def route_replaying(call: RouteReplayingCall) -> tuple[Tensor, Tensor]:
     given_TK = call.given_ids_SK[:T].to(torch.int64)
     own_TK = route.part(c)[1].to(torch.int64)
     ids_TK = torch.where(given_TK[:, :1] >= 0, given_TK, own_TK)
-    weights_TK = finished(c, score_of(logits, c.score).gather(1, ids_TK), ids_TK)
+    scores_TE = _scores_of_rows(c) if INVARIANT.get() else score_of(logits, c.score)
+    weights_TK = finished(c, scores_TE.gather(1, ids_TK), ids_TK)
     return weights_TK, ids_TK.to(torch.int32)
+
+
+def _scores_of_rows(routing: RouteCall) -> Tensor:
+    """The scores of a call that has to be batch invariant, as `route` computes them where it
+    chooses all experts: PyTorch computes the last numbers of a tensor by other functions than the
+    rest."""
+    E = routing.logits_TE.shape[1]
+    sorted_TE, ids_TE = route.part(RouteCall(routing.logits_TE, E, score=routing.score))
+    return torch.zeros_like(sorted_TE).scatter(1, ids_TE.to(torch.int64), sorted_TE)
 
 
 route_replaying.fake(fake_impls.route_replaying)

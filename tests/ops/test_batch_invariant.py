@@ -13,6 +13,8 @@ from moe_ops import experts
 from moe_ops.decode_ops import quantized_linears
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.linear_layers import apply_linear
+from moe_ops.ops.route import SCORES
+from moe_ops.ops.route_replaying import route_replaying
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
@@ -138,6 +140,20 @@ def test_an_activation_fills_no_register() -> None:
         assert torch.equal(moe_ops.activate(y_RF), want)
 
 
+@pytest.mark.parametrize("score", SCORES)
+def test_experts_that_are_given(score: str) -> None:
+    """Their scores fill no register either, and are those of experts that are chosen."""
+    logits_TE = torch.randn(67, 9)
+    with moe_ops.using(batch_invariant=True):
+        weights_TK, ids_TK = moe_ops.route(logits_TE, 3, score=score)
+        given_TK = ids_TK.to(torch.int16)
+        together, _ = route_replaying(logits_TE, 3, given_TK, score=score)
+        rows = [slice(t, t + 1) for t in range(len(logits_TE))]
+        alone = [route_replaying(logits_TE[r], 3, given_TK[r], score=score)[0] for r in rows]
+    assert torch.equal(torch.cat(alone), together)
+    assert torch.equal(together, weights_TK)
+
+
 @each_dtype
 @pytest.mark.parametrize("format", ["int8:row", pytest.param("q6_k", marks=pytest.mark.every)])
 def test_linear_layers_in_codes(format: str, dtype: torch.dtype) -> None:
@@ -161,3 +177,12 @@ def test_a_linear_layer_of_its_own() -> None:
         linear.register_forward_hook(lambda *args: noted.append(args))
         apply_linear(linear, x, True)
     assert noted  # whoever looks at calls sees them
+
+
+def test_a_gate_is_one_where_its_layer_is_called_so() -> None:
+    made = moe_ops.MoELayer(4, 2, 91, 38, internal_gate=True)
+    x = torch.randn(70, 91)
+    with torch.inference_mode(), moe_ops.using(batch_invariant=True):
+        whole = made(x)
+        alone = torch.cat([made(x[t : t + 1]) for t in range(len(x))])
+    assert torch.equal(alone, whole)
