@@ -6,16 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from moe_ops.ops.expert_gemm import expert_gemm
-from moe_ops.registry.invariance import invariant_if
+from moe_ops.registry.invariance import INVARIANT, invariant_if
 
 
 def apply_linear(layer: nn.Module, x: Tensor, batch_invariant: bool) -> Tensor:
-    """What a layer gives for rows [..., K]. A plain linear layer is batch invariant if wanted; any
-    other module is called.
+    """What a layer gives for rows [..., K]. A plain linear layer is batch invariant if wanted, or
+    if eager calls here have to be; any other module is called.
 
     Raises NotImplementedError where nothing computes a linear layer so.
     """
-    if not (batch_invariant and isinstance(layer, nn.Linear) and is_plain(layer)):
+    # In graphs the options of their compiler decide, and a pass finds linear layers.
+    wanted = batch_invariant or (not torch.compiler.is_dynamo_compiling() and INVARIANT.get())
+    if not (wanted and isinstance(layer, nn.Linear) and is_plain(layer)):
         made: Tensor = layer(x)
         return made
     x_TK = x.reshape(-1, x.shape[-1])
