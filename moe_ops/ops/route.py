@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,8 @@ from moe_ops.checks.shapes import (
     check_tensor,
     wide,
 )
+from moe_ops.registry.formulas import Formula, Gradients
+from moe_ops.registry.invariance import INVARIANT
 from moe_ops.registry.spec import op
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
@@ -198,4 +201,38 @@ def score_of(logits: Tensor, score: str) -> Tensor:
     return logits
 
 
+def gradients(
+    call: RouteCall, ids_TK: Tensor, grad_TK: Tensor | None, wanted: frozenset[str]
+) -> Gradients:
+    """The gradients of the weights of chosen experts, by the definition; a choice has none."""
+    if grad_TK is None:
+        return {}
+    twice = torch.is_grad_enabled()  # the gradient of the gradient is wanted, too
+    named = {"logits_TE": call.logits_TE, "per_expert_scale_E": call.per_expert_scale_E}
+    of: dict[str, Any] = {n: t for n, t in named.items() if n in wanted and t is not None}
+    with torch.enable_grad():
+        if not twice:
+            of = {n: t.detach().requires_grad_() for n, t in of.items()}
+        c = replace(call, **of)
+        ids_TK = ids_TK.to(torch.int64)
+        scores_TE = score_of(wide(c.logits_TE), c.score)
+        weights_TK = finished(c, scores_TE.gather(1, ids_TK), ids_TK)
+        found = torch.autograd.grad(weights_TK, [*of.values()], grad_TK, create_graph=twice)
+    return dict(zip(of, found, strict=True))
+
+
+def takes(call: RouteCall) -> bool:
+    """Whether gradients are made of the choice: of calls that have to be batch invariant, which a
+    backend without gradients runs. Experts of groups that weigh nothing are left to autograd."""
+    return INVARIANT.get() and call.group_fill != "zero_weight"
+
+
+route.differentiated(
+    Formula(
+        takes=takes,
+        forward=lambda call: route.part(call),
+        backward=lambda call, saved, grads, wanted: gradients(call, saved[0], grads[0], wanted),
+        results=2,
+    )
+)
 route.fake(fake_impls.route)

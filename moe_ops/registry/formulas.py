@@ -33,12 +33,14 @@ class Formula:
     gave (None for one that nobody used), and the names of arguments whose gradients are wanted; it
     may empty the list of what was saved, so that memory is free ahead of its end.
     `writes` names the arguments that it writes to: they are no values that it was recorded with.
+    An op of several `results` gives a tuple, and `backward` gets all but the first as saved, too.
     """
 
     takes: Callable[[Any], bool]
     forward: Callable[[Any], tuple[Tensor, ...]]
     backward: Callable[[Any, list[Tensor], tuple[Tensor | None, ...], frozenset[str]], Gradients]
     writes: tuple[str, ...] = ()
+    results: int = 1
 
 
 def wants(call: Any, names: Sequence[str]) -> bool:
@@ -47,7 +49,7 @@ def wants(call: Any, names: Sequence[str]) -> bool:
     return not grad_wanted(tuple(others), {})
 
 
-def recorded(formula: Formula, arguments: Any, call: Any) -> Tensor:
+def recorded(formula: Formula, arguments: Any, call: Any) -> Any:
     """The result of a call that was checked, which autograd differentiates by the formula.
     `arguments` says what flat arguments there are."""
     names = tuple(arguments.paths)
@@ -55,8 +57,8 @@ def recorded(formula: Formula, arguments: Any, call: Any) -> Tensor:
     # one, as every op of ATen does to its formula.
     apply = super(torch.autograd.Function, _ByFormula).apply
     with enable_single_level_autograd_function() if transforms() else nullcontext():
-        out: Tensor = apply(formula, arguments.of, names, *arguments.flat(call))[0]
-    return out
+        outs = apply(formula, arguments.of, names, *arguments.flat(call))
+    return outs[0] if formula.results == 1 else outs[: formula.results]
 
 
 def _without_autocast(device: str) -> AbstractContextManager[Any]:

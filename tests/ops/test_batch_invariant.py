@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,73 @@ def test_experts_that_are_given(score: str) -> None:
         alone = [route_replaying(logits_TE[r], 3, given_TK[r], score=score)[0] for r in rows]
     assert torch.equal(torch.cat(alone), together)
     assert torch.equal(together, weights_TK)
+
+
+OF_ROUTE: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "renormalized": {"score": "sigmoid", "renormalize": True, "scale": 2.5},
+    "of the chosen": {"score": "logit", "softmax_selected": True},
+    "in groups": {"score": "sqrtsoftplus", "n_group": 3, "topk_group": 2, "group_fill": "zero"},
+}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["chosen", "given"])
+@pytest.mark.parametrize("options", OF_ROUTE.values(), ids=OF_ROUTE)
+def test_routers_that_train(options: dict[str, Any], given: bool) -> None:
+    """Their weights have the bits that they have without gradients, and the definition's."""
+    grad_TK = torch.randn(37, 3)
+    logits_TE, scale_E = (t.requires_grad_() for t in (torch.randn(37, 9), torch.rand(9)))
+    want_TK, ids_TK = moe_ops.route(logits_TE, 3, None, scale_E, **options)
+    want = torch.autograd.grad(want_TK, (logits_TE, scale_E), grad_TK)
+
+    def run(rows: slice) -> Tensor:
+        if not given:
+            return moe_ops.route(logits_TE[rows], 3, None, scale_E, **options)[0]
+        ids = ids_TK[rows].to(torch.int16)
+        return route_replaying(logits_TE[rows], 3, ids, None, scale_E, **options)[0]
+
+    with moe_ops.using(batch_invariant=True):
+        together = run(slice(None))
+        with torch.no_grad():
+            alone = torch.cat([run(slice(t, t + 1)) for t in range(37)])
+        got = torch.autograd.grad(together, (logits_TE, scale_E), grad_TK)
+    assert torch.equal(together.detach(), alone)
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_trains_in_compiled_code_says_so_or_obeys() -> None:
+    """Dynamo leaves the code that it cannot trace, and would begin anew behind it."""
+    layer = moe_ops.MoELayer(4, 2, 91, 38, internal_gate=True, batch_invariant=True)
+    x = torch.randn(33, 91)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, dynamic=True, options=moe_ops.inductor_options())
+    whole = compiled(x)
+    assert whole.requires_grad
+    assert torch.equal(torch.cat([compiled(x[t : t + 1]) for t in range(33)]), whole)
+    whole.sum().backward()
+    assert layer.gate is not None and layer.gate.weight.grad is not None
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="is not carried into a compiled graph with gradients"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+
+
+@pytest.mark.slow
+def test_models_that_train_in_a_compiled_graph() -> None:
+    """The gate, its choice and the experts obey; the backward is asked for nothing."""
+    layer = moe_ops.MoELayer(8, 2, 256, 200, internal_gate=True)
+    x = torch.randn(70, 256)
+    layer(x).square().sum().backward()
+    want = {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    compiled = moe_ops.compile(layer, batch_invariant=True)
+    whole = compiled(x)
+    for rows in (slice(0, 1), slice(5, 7), slice(3, 20)):
+        assert torch.equal(compiled(x[rows].clone()), whole[rows])
+    whole.square().sum().backward()
+    for name, p in layer.named_parameters():
+        assert p.grad is not None
+        assert torch.allclose(p.grad, want[name], rtol=1e-4, atol=1e-4), name
 
 
 @each_dtype
