@@ -10,11 +10,13 @@ What cannot promise that gives the reason, as a `Refused`, and no invariant call
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -75,13 +77,20 @@ def invariant_if(wanted: bool, op: Any) -> Callable[..., Any]:
     if not wanted:
         return op
     if not torch.compiler.is_dynamo_compiling():
-        return invariant()(op)
+        return _uncompiled(op) if "torch._dynamo" in sys.modules else invariant()(op)
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "batch_invariant of a layer is not carried into a compiled graph with gradients; "
             "compile under torch.no_grad(), or give batch_invariant=True to moe_ops.compile alone"
         )
     return partial(_planned, op)
+
+
+@functools.cache
+def _uncompiled(op: Any) -> Callable[..., Any]:
+    """What runs an `Op` batch invariant where Dynamo compiles no part of it: behind code that it
+    could not trace it begins anew, and of what it traces with gradients nothing is kept."""
+    return cast("Callable[..., Any]", torch.compiler.disable(invariant()(op)))
 
 
 def _planned(op: Any, *args: Any, **kwargs: Any) -> Any:
