@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -43,8 +43,9 @@ OWN_ROUTERS = (
     "a router that trains is code that autograd differentiates: the model's, or the definition of "
     "`route`"
 )
-# What a training graph gets: backends for the ops that it holds.
-IN_TRAINING = ("pick_backend", "lower")
+# What a training graph gets: backends for the ops that it holds, and linear layers that have to be
+# batch invariant.
+IN_TRAINING = ("invariant_linears", "pick_backend", "lower")
 
 Hook = Callable[..., Any]
 Hooks = Hook | list[Hook] | tuple[Hook, ...] | None
@@ -202,11 +203,14 @@ class Pipeline(InferenceAware):
         return {*LIFTS} <= {name_of(p) for p in self.passes}
 
     def _train(self, graph: fx.Graph) -> GraphRun:
-        """Give backends to the ops of a training graph. There is nothing to tell of a backward."""
-        look = Look.at(graph) if self._looks and "backward" not in _kind() else None
+        """Give backends to the ops of a training graph. There is nothing to tell of a backward,
+        and it is not batch invariant, as it sums over rows."""
+        is_backward = "backward" in _kind()
+        look = Look.at(graph) if self._looks and not is_backward else None
         if any(generic_op(node) is not None for node in graph.nodes):
             passes = tuple(p for p in self.passes if name_of(p) in IN_TRAINING)
-            return self._pass(graph, passes, look, Unlifted(TRAINING, OWN_ROUTERS))
+            options = replace(self.options, batch_invariant=False) if is_backward else self.options
+            return self._pass(graph, passes, look, Unlifted(TRAINING, OWN_ROUTERS), options)
         found = None if look is None else look.untouched(TRAINING)
         return GraphRun(skipped=TRAINING, found=found)
 
@@ -224,9 +228,11 @@ class Pipeline(InferenceAware):
         passes: tuple[Pass, ...],
         look: Look | None,
         unlifted: Unlifted = NONE,
+        options: Options | None = None,
     ) -> GraphRun:
-        """Run these passes; `unlifted` says why code is left as it is, where none of them lifts."""
-        context = Context(options=self.options, for_all_sizes=sizes.as_they_are)
+        """Run these passes; `unlifted` says why code is left as it is, where none of them lifts.
+        `options`: None: those of the pipeline."""
+        context = Context(options=options or self.options, for_all_sizes=sizes.as_they_are)
         dead = {node for node in graph.nodes if not node.users}
         before = len(graph.nodes)
         done = []
