@@ -98,9 +98,10 @@ def compile(
     The twin of a transformers model has our `generate`, with transformers' arguments and results:
     prompts of any length run through one compiled layer, then each step is one CUDA graph (on a
     GPU), by batch and length rounded up to powers of two. Unsupported calls and models fall back to
-    transformers' `generate`, with a logged reason. That compiles nothing that it would not of
-    `model`: the prompt and the steps run the model's own code, with the experts that `model` has.
-    Only steps that transformers itself compiles, with a static cache on a GPU, have our passes.
+    transformers' `generate`, with a logged reason; with batch_invariant they raise
+    NotImplementedError. That compiles nothing that it would not of `model`: the prompt and the
+    steps run the model's own code, with the experts that `model` has. Only steps that transformers
+    itself compiles, with a static cache on a GPU, have our passes.
 
     After the first call the logger moe_ops says at INFO how many of the model's MoE layers and
     routers run on our ops, and on which backends; also where compiled code came from a cache. What

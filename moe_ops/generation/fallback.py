@@ -46,12 +46,24 @@ def falls_back(model: Any) -> bool:
 
 
 class Fallback:
-    """What transformers' own `generate` of a twin begins with, `follow`, and what it compiles."""
+    """What transformers' own `generate` of a twin begins with, `follow`, and what it compiles. One
+    that is batch_invariant has none, as the model's own code is not."""
 
-    def __init__(self, compile_model: CompileModel, follow: Callable[[], None]) -> None:
-        self.follow = follow
+    def __init__(
+        self, compile_model: CompileModel, follow: Callable[[], None], batch_invariant: bool
+    ) -> None:
+        self.follow, self.batch_invariant = follow, batch_invariant
+        self.of_model = ""  # why no call runs by steps, if none does
         self._compile = compile_model
         self._last: tuple[Hooks, Callable[..., Any]] | None = None
+
+    def require(self, reason: str) -> None:
+        """Raise NotImplementedError, with the reason, where nothing may fall back."""
+        if self.batch_invariant:
+            raise NotImplementedError(
+                "batch_invariant: this call of generate cannot run by steps, and transformers' own "
+                f"is not batch invariant: {reason}"
+            )
 
     def step_of(self, model: nn.Module) -> Callable[..., Any]:
         """The model, compiled for the hooks that it has now, which Dynamo does not look at."""
@@ -104,6 +116,7 @@ def with_own_generate(cls: Any) -> Any:
 
     @functools.wraps(cls.generate)  # a model may have one with another signature
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._moe_ops_fallback.require(self._moe_ops_fallback.of_model)
         self._moe_ops_fallback.follow()
         with call_of_generate(own=self):
             return cls.generate(self, *args, **kwargs)

@@ -58,20 +58,22 @@ def quicken(twin: PreTrainedModel, tools: Tools, follow: Callable[[], None]) -> 
         log.info("generate of %s stays transformers' own: it %s", type(twin).__name__, reason)
     if not hasattr(twin, "generate"):
         return
-    twin._moe_ops_fallback = Fallback(tools.compile_model, follow)
+    fallback = Fallback(tools.compile_model, follow, tools.batch_invariant)
+    twin._moe_ops_fallback = fallback
     if reason is not None:
+        fallback.of_model = f"the model {reason}"
         twin.__class__ = with_own_generate(type(twin))  # type: ignore[arg-type]
         return
     twin.__class__ = by_steps(type(twin))  # type: ignore[arg-type]
-    twin._moe_ops_generation = Generation(Decoder(twin, tools), follow)
+    twin._moe_ops_generation = Generation(Decoder(twin, tools), follow, fallback)
 
 
 class Generation:
     """The decoder of a twin, with what one call of `generate` has leased from it."""
 
-    def __init__(self, decoder: Decoder, follow: Callable[[], None]) -> None:
+    def __init__(self, decoder: Decoder, follow: Callable[[], None], fallback: Fallback) -> None:
         self.decoder = decoder
-        self.follow = follow
+        self.follow, self.fallback = follow, fallback
         self.lock = threading.RLock()
         self.inside = 0
         self.leased: list[Lease] = []
@@ -117,6 +119,8 @@ class Generation:
         return lease
 
     def tell(self, reason: str) -> None:
+        """Say why a call is transformers' own. Raises NotImplementedError where it may not be."""
+        self.fallback.require(reason)
         self.refused[reason] += 1
         if reason not in self.told:
             self.told.add(reason)

@@ -86,11 +86,11 @@ def text(args: argparse.Namespace, found: list[Part], made: Generated) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
     head = f"{args.model}: a prompt of {args.tokens} tokens alone and beside {args.batch - 1} more"
-    tail = (
-        f"generate: {made.tokens} of {made.steps} tokens are the same, and the logits of "
+    tail = made.why or (
+        f"{made.tokens} of {made.steps} tokens are the same, and the logits of "
         f"{made.logits} steps have the same bits"
     )
-    return "\n".join((head, "", *table, "", tail))
+    return "\n".join((head, "", *table, "", f"generate: {tail}"))
 
 
 def place_of(name: str) -> str:

@@ -47,11 +47,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """How many of so many new tokens, and of the steps' logits, are the same."""
+    """How many of so many new tokens, and of the steps' logits, are the same. Why `generate`
+    refuses, "" if it does not."""
 
     steps: int
-    tokens: int
-    logits: int
+    tokens: int = 0
+    logits: int = 0
+    why: str = ""
 
 
 class Alone(nn.Module):
@@ -157,7 +159,10 @@ def generated(model: Any, ids: Tensor, steps: int) -> Generated:
         "max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "pad_token_id": 0,
         "output_logits": True, "return_dict_in_generate": True,
     }  # fmt: skip
-    alone, beside = (twin.generate(given, **options) for given in (ids[:1], ids))
+    try:
+        alone, beside = (twin.generate(given, **options) for given in (ids[:1], ids))
+    except NotImplementedError as error:
+        return Generated(steps=steps, why=reason_of(error))
     tokens = alone.sequences[0, -steps:] == beside.sequences[0, -steps:]
     logits = [same_bits(a[0], b[0]) for a, b in zip(alone.logits, beside.logits, strict=True)]
     return Generated(steps=steps, tokens=int(tokens.sum()), logits=sum(logits))

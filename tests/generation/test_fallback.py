@@ -120,6 +120,23 @@ def test_nor_does_a_model_with_an_encoder(ids: Tensor) -> None:
     assert compiled_graphs() == 0
 
 
+def test_nothing_falls_back_where_it_has_to_be_batch_invariant(model: Any, ids: Tensor) -> None:
+    twin = moe_ops.compile(model, batch_invariant=True)
+    with pytest.raises(NotImplementedError, match="is not batch invariant: use_cache is off"):
+        twin.generate(ids, use_cache=False, **PLAIN)
+    with pytest.raises(NotImplementedError, match="is not batch invariant: it is custom_generate"):
+        twin.generate(ids, custom_generate=lambda *args, **kwargs: ids, **PLAIN)
+    assert compiled_graphs() == 0
+
+
+def test_nor_a_model_without_steps(ids: Tensor) -> None:
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, num_heads=4, decoder_start_token_id=0))
+    twin = moe_ops.compile(model.eval(), batch_invariant=True)
+    with pytest.raises(NotImplementedError, match="the model has an encoder"):
+        twin.generate(ids, **PLAIN)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.every)])
 def test_a_forward_is_compiled_before_and_after(

@@ -39,6 +39,8 @@ def test_a_report_has_a_line_for_each_place() -> None:
         "",
         "generate: 4 of 4 tokens are the same, and the logits of 1 steps have the same bits",
     ]
+    refused = text(given, PARTS, Generated(steps=4, why="it cannot"))
+    assert refused.splitlines()[-1] == "generate: it cannot"
     assert place_of("a.12.b.3") == "a.*.b.*"
 
 
