@@ -151,6 +151,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/compiler.py: backend",
         "moe_ops/__init__.py: _Backend.__call__",
         "passes/inductor/compiled.py: inductor_options",
+        "moe_ops/registry/backend.py: Backend.changed",
         "moe_ops/backends/flashinfer/options.py: flashinfer_options",
         "passes/explain/api.py: explain",
         "moe_ops/compiler.py: explain",
