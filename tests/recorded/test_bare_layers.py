@@ -162,6 +162,16 @@ def test_training_replays_and_routers_learn() -> None:
     assert not all(torch.equal(moved[n], want[n]) for n in gates)
 
 
+def test_training_is_recorded_where_it_has_to_be_batch_invariant() -> None:
+    model, x = made(batch_invariant=True), given(9)
+    want = gradients(model, x)
+    with moe_ops.record_routing(model):
+        got = gradients(model, x)
+    assert got.keys() == want.keys()
+    for name, grad in want.items():
+        torch.testing.assert_close(got[name], grad)
+
+
 def test_models_are_what_they_were_afterwards() -> None:
     model, x = made(), given(3)
     kinds, keys = [type(m) for m in model.modules()], list(model.state_dict())
