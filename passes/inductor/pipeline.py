@@ -23,6 +23,7 @@ from moe_ops.passes.report.summary import summarize
 from moe_ops.passes.rewriting.context import Context, Note, Options
 from moe_ops.planning import tuned
 from moe_ops.planning.plan import Choice
+from moe_ops.registry.invariance import INVARIANT
 
 if TYPE_CHECKING:
     from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass as InferenceAware
@@ -45,6 +46,11 @@ OWN_ROUTERS = (
 )
 # What a training graph gets: backends for the ops that it holds, and linear layers that have to be
 # batch invariant.
+TAKEN_APART = (
+    "batch_invariant of inductor_options is for graphs without gradients: autograd takes routers "
+    "apart before any pass; compile under torch.no_grad(), or train by "
+    "moe_ops.compile(model, batch_invariant=True)"
+)
 IN_TRAINING = ("invariant_linears", "pick_backend", "lower")
 
 Hook = Callable[..., Any]
@@ -204,8 +210,11 @@ class Pipeline(InferenceAware):
 
     def _train(self, graph: fx.Graph) -> GraphRun:
         """Give backends to the ops of a training graph. There is nothing to tell of a backward,
-        and it is not batch invariant, as it sums over rows."""
+        and it is not batch invariant, as it sums over rows. Raises NotImplementedError for a
+        forward that has to be, of which autograd has seen routers ahead of any pass."""
         is_backward = "backward" in _kind()
+        if self.options.batch_invariant and not is_backward and not INVARIANT.get():
+            raise NotImplementedError(TAKEN_APART)
         look = Look.at(graph) if self._looks and not is_backward else None
         if any(generic_op(node) is not None for node in graph.nodes):
             passes = tuple(p for p in self.passes if name_of(p) in IN_TRAINING)

@@ -100,3 +100,15 @@ def test_what_nothing_computes_so_is_no_graph() -> None:
     with pytest.raises(Exception, match=r"batch_invariant: no backend gives moe_ops\.experts") as e:
         compiled(torch.randn(3, 64).half(), torch.randn(3, 4).half())
     assert "cpu: needs float32 or bfloat16, got torch.float16" in str(e.value)
+
+
+def test_options_alone_do_not_reach_a_graph_with_gradients() -> None:
+    """Autograd takes routers apart before any pass: an error, and no graph that may differ."""
+    layer = moe_ops.MoELayer(4, 2, 64, 32, internal_gate=True)
+    x = torch.randn(3, 64)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, options=moe_ops.inductor_options(batch_invariant=True))
+    with pytest.raises(Exception, match=r"is for graphs without gradients.*moe_ops\.compile"):
+        compiled(x)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
