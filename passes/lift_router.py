@@ -39,8 +39,8 @@ ops = torch.ops.moe_ops
 def lift_router(graph: fx.Graph, context: Context) -> int:
     """Turn what computes the ids and weights of an expert layer into one call of `route`."""
     lifted, there = 0, set(graph.nodes)
-    for ids_user, ids, weights_user in list(_layers(graph)):
-        weights = arg(weights_user, "weights_TK")
+    for ids_user, weights_user in list(_layers(graph)):
+        ids, weights = _ids(ids_user), arg(weights_user, "weights_TK")
         ours = _routed(ids)
         if ours is not None:
             # Of one that was lifted for a layer before it is told already.
@@ -61,20 +61,25 @@ def lift_router(graph: fx.Graph, context: Context) -> int:
     return lifted
 
 
-def _layers(graph: fx.Graph) -> Iterator[tuple[fx.Node, Any, fx.Node]]:
-    """The node that reads the ids of an expert layer, these, and the one that reads its weights."""
+def _layers(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """The nodes that read the ids and the weights of an expert layer."""
     for combine in graph.find_nodes(op="call_function", target=ops.combine.default):
         try:
             rows = output(arg(combine, "rows_R"), 1, ops.dispatch.default, what="the rows")
         except Mismatch:
             reshaped = _by_choice(combine)
             if reshaped is not None:
-                yield reshaped, reshaped.args[0], combine
+                yield reshaped, combine
             continue
-        yield rows, arg(rows, "ids_TK"), combine
+        yield rows, combine
     for whole in (ops.experts, ops.experts_over_ranks, ops.dispatch_tokens):
         for node in graph.find_nodes(op="call_function", target=whole.default):
-            yield node, arg(node, "ids_TK"), node
+            yield node, node
+
+
+def _ids(user: fx.Node) -> Any:
+    """The ids that such a node reads, as they are now: a router that is lifted gives others."""
+    return user.args[0] if is_call(user, *RESHAPES) else arg(user, "ids_TK")
 
 
 def _by_choice(combine: fx.Node) -> fx.Node | None:

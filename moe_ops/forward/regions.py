@@ -192,7 +192,8 @@ def _of_rows(head: nn.Linear) -> nn.Linear:
     copied = copy.copy(head)
 
     def of_rows(x: Tensor) -> Tensor:
-        return apply_linear(head, x.flatten(0, -2), INVARIANT.get()).unflatten(0, x.shape[:-1])
+        rows = x.flatten(0, -2).contiguous()
+        return apply_linear(head, rows, INVARIANT.get()).unflatten(0, x.shape[:-1])
 
     copied._compiled_call_impl = of_rows
     return copied

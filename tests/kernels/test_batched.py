@@ -180,7 +180,7 @@ def test_the_kernel_goes_by_rows_of_an_expert() -> None:
         for expected in (0, 3, 4):
             call = batches_of("", "")
             call = replace(call, batches=replace(call.batches, expected=expected))
-            asked.append(triton_batched.kernel_of(triton_batched._as_expected(call)))
+            asked.append(triton_batched.kernel_of(triton_batched.as_expected(call)))
     assert asked == ["grouped", "rows", "grouped"]
 
 

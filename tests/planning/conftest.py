@@ -1,0 +1,5 @@
+"""What plans and tuned tables give does not depend on the processor that runs tests."""
+
+from tests.processor import limits
+
+__all__ = ["limits"]
