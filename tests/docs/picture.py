@@ -21,7 +21,7 @@ FILES = (
     "generate_gpt_oss_20b_h200",
     "generate_qwen3_6_35b_12_layers_h100",
     "forward_qwen3_30b_12_layers_h200",
-    "quickstart_xeon_batch32",
+    "quickstart_epyc_batch32_layers4",
 )
 MOST = 12.0  # times as fast, at the right end
 OURS, THEIRS = "moe_ops", "what transformers does itself"
