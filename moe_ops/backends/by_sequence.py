@@ -19,7 +19,6 @@ from moe_ops.decode_ops.one_query import OneQueryCall, formula, one_query
 from moe_ops.decode_ops.state_space_scan import StateSpaceScanCall, state_space_scan
 from moe_ops.decode_ops.state_space_step import StateSpaceStepCall, state_space_step
 from moe_ops.registry.gradients import grad_wanted
-from moe_ops.registry.invariance import INVARIANT
 from moe_ops.registry.spec import Op
 
 NAME = "by_sequence"
@@ -27,8 +26,6 @@ NAME = "by_sequence"
 
 def supports(call: Any) -> str | None:
     """Why a call is not run one sequence after the other, or None."""
-    if not INVARIANT.get():
-        return "is for calls that have to be batch invariant; using(batch_invariant=True) asks for"
     if grad_wanted(tuple(getattr(call, field.name) for field in fields(call)), {}):
         return "is not differentiable, and an argument requires grad"
     return None

@@ -18,16 +18,11 @@ from moe_ops.ops.activate import ActivateCall, activate, options_of
 from moe_ops.ops.combine import CombineCall, combine
 from moe_ops.ops.dispatch import DispatchCall, dispatch
 from moe_ops.registry.gradients import needs_grad
-from moe_ops.registry.invariance import INVARIANT
 
 
-def unwanted() -> str | None:
-    """Why PyTorch is the better choice for any call, or why nothing else can run it; or None."""
-    if loaded.library() is not None:
-        return None
-    if not INVARIANT.get():
-        return "is for libmoe_ops, if it is loaded, and for calls that have to be batch invariant"
-    return kernels.unavailable()
+def _unavailable() -> str | None:
+    """Why the kernels cannot be compiled, or None: those of libmoe_ops are."""
+    return kernels.unavailable() if loaded.library() is None else None
 
 
 def arithmetic(call: Any) -> str:
@@ -39,13 +34,13 @@ def _refuse(*tensors: Tensor) -> str | None:
     if needs_grad(*tensors):
         return "is not differentiable, and an argument requires grad"
     dtype = tensors[0].dtype
-    return unwanted() if dtype in stages.DTYPES else f"needs float32 or bfloat16, got {dtype}"
+    return _unavailable() if dtype in stages.DTYPES else f"needs float32 or bfloat16, got {dtype}"
 
 
 def supports_dispatch(call: DispatchCall) -> str | None:
     if needs_grad(call.x_TD):
         return "is not differentiable, and x_TD requires grad"
-    return unwanted()
+    return _unavailable()
 
 
 def run_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:

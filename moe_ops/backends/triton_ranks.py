@@ -25,7 +25,7 @@ from moe_ops.ranks.batches import BATCHED
 from moe_ops.ranks.groups import Group, all_gather, all_to_all
 from moe_ops.ranks.transport import GATHER
 from moe_ops.registry.gradients import needs_grad
-from moe_ops.registry.invariance import INVARIANT, by_parts
+from moe_ops.registry.invariance import by_parts
 
 MOST_COLUMNS = 2**15  # which one program copies
 NO_GRADIENT = "is not differentiable, and an argument requires grad"
@@ -148,8 +148,6 @@ def sum_gathered(call: CombineTokensCall) -> Tensor:
 
 def supports_sum(call: CombineCall) -> str | None:
     """Why the kernel does not sum the rows of tokens, or None."""
-    if not INVARIANT.get():
-        return "is for calls that have to be batch invariant; using(batch_invariant=True) asks for"
     return NO_GRADIENT if needs_grad(call.y_RD, call.weights_TK) else refuse_device(call.y_RD)
 
 

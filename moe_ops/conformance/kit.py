@@ -114,7 +114,7 @@ def examine(op: Op | str, name: str, *, only: Only | None = None, device: str = 
         raise ValueError(f"no backend {name!r} of {op.name}; there are {known}{hint}")
     _require_label(op, only)
     report, seen = Report(backend=name), Seen()
-    within = invariant(name in op.only_invariant)  # which runs no other calls
+    within = invariant(backend.only_invariant)  # which runs no other calls
     with (
         within,
         torch.random.fork_rng(devices=[]),

@@ -16,6 +16,9 @@ from moe_ops.registry.invariance import INVARIANT, Arithmetic, Refused, unknown
 from moe_ops.registry.layouts import Layout
 
 LAYOUT = "layout"  # the argument of an op that names the layout of its weights
+ONLY_INVARIANT = (
+    "is for calls that have to be batch invariant; using(batch_invariant=True) asks for"
+)
 ALIGNMENT = 16  # bytes, the most that a kernel reads at once
 PLAIN = (Tensor, torch.nn.Parameter)  # tensors that have memory
 
@@ -100,7 +103,7 @@ class Backend:
     registers, says in words by which of them a call would run, and why not by those asked before
     it: `told`. Of calls in float64, which `in_double` tells, it gets none, whatever it supports.
     `arithmetic` names how it computes a row, or says why that depends on other rows
-    (`invariance.py`).
+    (`invariance.py`). One that is `only_invariant` is for calls that have to be batch invariant.
     """
 
     name: str
@@ -113,6 +116,7 @@ class Backend:
     composed: bool = False
     layout: Layout | None = None
     arithmetic: Arithmetic = field(default=unknown, compare=False)
+    only_invariant: bool = field(default=False, compare=False)
     needs: Needs | None = None
     emulates: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
     waits: Callable[[Any], bool] = field(default=lambda call: False, compare=False)
@@ -139,6 +143,8 @@ class Backend:
             return "takes no float64, which the definition alone computes; convert to float32"
         if self.devices is not None and device not in self.devices:
             return f"needs a tensor on {' or '.join(sorted(self.devices))}, got {device}"
+        if self.only_invariant and not INVARIANT.get():
+            return ONLY_INVARIANT
         missing = None if self.needs is None else self.needs.missing(torch.device(device))
         if missing is not None:
             return missing

@@ -61,7 +61,6 @@ class Registration:
         # Candidates by device type in the order in which they are asked; the reference is the last.
         self._order: dict[str, tuple[Backend, ...]] = {}
         # Backends that are asked where calls have to be batch invariant, and nowhere else.
-        self.only_invariant: set[str] = set()
         self._layouts: dict[str, Layout] = {}
         self._plans: dict[str, Runs] = {}  # what runs a plan, by its text
         self.keep: Callable[[Any], None] | None = None  # of what compiled code must not drop
@@ -257,8 +256,7 @@ class Registration:
 
     def keeps_for_invariant(self, name: str) -> None:
         """Say that a backend is asked where calls have to be batch invariant, and nowhere else."""
-        self.only_invariant.add(name)
-        self._forget()
+        self._put(self._backends[name].changed(only_invariant=True))
 
     def _put(self, backend: Backend) -> None:
         self._backends[backend.name] = backend
@@ -279,7 +277,7 @@ class Registration:
             others.sort(key=lambda b: -b.priority)  # stable
             here = (b for b in others if b.devices is None or device in b.devices)
             if key == device:
-                here = (b for b in here if b.name not in self.only_invariant)
+                here = (b for b in here if not b.only_invariant)
             found = self._order[key] = (*here, self.backends[REFERENCE])
         return found
 

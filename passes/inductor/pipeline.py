@@ -44,13 +44,13 @@ OWN_ROUTERS = (
     "a router that trains is code that autograd differentiates: the model's, or the definition of "
     "`route`"
 )
-# What a training graph gets: backends for the ops that it holds, and linear layers that have to be
-# batch invariant.
 TAKEN_APART = (
     "batch_invariant of inductor_options is for graphs without gradients: autograd takes routers "
     "apart before any pass; compile under torch.no_grad(), or train by "
     "moe_ops.compile(model, batch_invariant=True)"
 )
+# What a training graph gets: backends for the ops that it holds, and linear layers that have to be
+# batch invariant.
 IN_TRAINING = ("invariant_linears", "pick_backend", "lower")
 
 Hook = Callable[..., Any]
