@@ -233,11 +233,25 @@ def parser() -> argparse.ArgumentParser:
     routing.add(commands)
     export.add(commands, positive)
     estimate.add(commands, counts, positive)
-    invariant.add(commands, positive, DTYPES)
+    invariant.add(commands, positive, add_made)
     commands.add_parser(
         "backends", help="which backends there are, what each needs, and which run here"
     )
     return top
+
+
+def add_made(options: argparse.ArgumentParser) -> None:
+    """Add what `loaded` makes a model of."""
+    add = options.add_argument
+    add("model", metavar="MODEL", help="a model type such as qwen3_moe, a folder, or a hub id")
+    add("--random", action="store_true", help="read the config alone, and take random weights")
+    add("--dtype", default="bfloat16", choices=sorted(DTYPES))
+    add("--device", choices=("cpu", "cuda"), help="cuda if there is a GPU, else cpu")
+    add("--quant", metavar="SCHEME", help="quantise the experts, such as mxfp4_w4a16")
+    add("--linears", metavar="FORMAT", help="linear layers, too, such as float8_e4m3fn:row")
+    add("--head", metavar="FORMAT", help="and the head, such as int8:row")
+    add("--layers", type=positive, help="take this many layers only, with random weights")
+    add("--tiny", action="store_true", help="shrink every size, with random weights")
 
 
 def add_warm(commands: Any) -> None:
@@ -250,18 +264,10 @@ def add_warm(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = options.add_argument
-    add("model", metavar="MODEL", help="a model type such as qwen3_moe, a folder, or a hub id")
-    add("--random", action="store_true", help="read the config alone, and take random weights")
+    add_made(options)
     add("--batch", type=positive, default=1, help="sequences of each call, 1 by default")
     add("--tokens", type=counts, default=[128], metavar="N,N", help="their tokens, 128 by default")
     add("--generate", type=positive, metavar="N", help="generate so many tokens after each, too")
-    add("--dtype", default="bfloat16", choices=sorted(DTYPES))
-    add("--device", choices=("cpu", "cuda"), help="cuda if there is a GPU, else cpu")
-    add("--quant", metavar="SCHEME", help="quantise the experts, such as mxfp4_w4a16")
-    add("--linears", metavar="FORMAT", help="linear layers, too, such as float8_e4m3fn:row")
-    add("--head", metavar="FORMAT", help="and the head, such as int8:row")
-    add("--layers", type=positive, help="take this many layers only, with random weights")
-    add("--tiny", action="store_true", help="shrink every size, with random weights")
     add("--save", metavar="FILE", help="write the caches into a tar file at the end")
     add(
         "--load", metavar="FILE", help="begin with caches that --save wrote; they are run: trust it"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +26,13 @@ examples:
 """
 
 
-def add(commands: Any, positive: Callable[[str], int], dtypes: Iterable[str]) -> None:
-    """Add the options of `invariant`; `positive` reads a number above 0."""
+def add(
+    commands: Any,
+    positive: Callable[[str], int],
+    add_made: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    """Add the options of `invariant`. `positive` reads a number above 0, and `add_made` adds those
+    of which a model is made."""
     options = commands.add_parser(
         NAME,
         help="which parts of a model give a prompt the same bits in any batch",
@@ -35,19 +40,11 @@ def add(commands: Any, positive: Callable[[str], int], dtypes: Iterable[str]) ->
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_made(options)
     put = options.add_argument
-    put("model", metavar="MODEL", help="a model type such as qwen3_moe, a folder, or a hub id")
-    put("--random", action="store_true", help="read the config alone, and take random weights")
     put("--batch", type=positive, default=4, help="prompts of a batch, 2 or more, 4 by default")
     put("--tokens", type=positive, default=16, help="tokens of each prompt, 16 by default")
     put("--generate", type=positive, default=8, metavar="N", help="new tokens, 8 by default")
-    put("--dtype", default="bfloat16", choices=sorted(dtypes))
-    put("--device", choices=("cpu", "cuda"), help="cuda if there is a GPU, else cpu")
-    put("--quant", metavar="SCHEME", help="quantise the experts, such as mxfp4_w4a16")
-    put("--linears", metavar="FORMAT", help="linear layers, too, such as float8_e4m3fn:row")
-    put("--head", metavar="FORMAT", help="and the head, such as int8:row")
-    put("--layers", type=positive, help="take this many layers only, with random weights")
-    put("--tiny", action="store_true", help="shrink every size, with random weights")
 
 
 def run(top: argparse.ArgumentParser, args: argparse.Namespace, load: Callable[[Any], Any]) -> int:
