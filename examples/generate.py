@@ -5,12 +5,14 @@
     python examples/generate.py --experts bfloat16 int4:1x128:bfloat16 --stock none --adapter 16
     python examples/generate.py --experts int4:1x128:bfloat16 --linears float8_e4m3fn:row \
         --head float8_e4m3fn:row --stock none
+    python examples/generate.py --batch 1 32 --tokens 64 320 --stock none --record
 
 The second also quantises the experts, in place: weights, or weights+inputs, in a format of
 docs/FORMATS.md; the third then gives them an adapter of a rank, and the fourth has linear layers
-and the head in codes. Prints decoded tokens per second (between 64 and 128 new tokens), the time of
-a prompt, of the first call, the memory beyond weights and key-value cache, and where a step's time
-goes. A second run of the same command finds the compiled code in torch's caches.
+and the head in codes. The fifth also records the routing. Prints decoded tokens per second (between
+64 and 128 new tokens), the time of a prompt, of the first call, the memory beyond weights and key-
+value cache, and where a step's time goes. A second run of the same command finds the compiled code
+in torch's caches.
 """
 
 from __future__ import annotations
@@ -233,13 +235,13 @@ def tables_of_steps(steps: dict[int, dict[str, Any]]) -> str:
 
 def header() -> str:
     return (
-        f"{'way':<14}{'batch':>6}{'first s':>9}{'prompt ms':>11}{'step ms':>9}{'tok/s':>9}{'GB':>7}"
+        f"{'way':<24}{'batch':>6}{'first s':>9}{'prompt ms':>11}{'step ms':>9}{'tok/s':>9}{'GB':>7}"
     )
 
 
 def row(s: Speed) -> str:
     return (
-        f"{s.way:<14}{s.batch:>6}{s.first_call_s:>9.1f}{s.prompt_ms:>11.1f}{s.step_ms:>9.2f}"
+        f"{s.way:<24}{s.batch:>6}{s.first_call_s:>9.1f}{s.prompt_ms:>11.1f}{s.step_ms:>9.2f}"
         f"{s.tokens_per_s:>9.0f}{s.extra_gb:>7.2f}"
     )
 
@@ -285,6 +287,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         type=int,
         metavar="RANK",
         help="also with an adapter of experts, on our way",
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="also with the routing recorded, on our way"
     )
     parser.add_argument("--inductor", default="{}", help="more options of Inductor, as JSON")
     parser.add_argument("--profile", action="store_true", help="where a step's time goes")
@@ -365,6 +370,10 @@ def measure_ours(
             report.write()
         if args.profile and ids.is_cuda:
             steps[batch] = breakdown(ours, ids)
+    if args.record:
+        for ids in prompts.values():
+            with moe_ops.record_routing(ours):
+                report.add(measure(f"{way} recorded", ours, ids, args.tokens))
     if args.adapter:
         adapt(model, args.adapter)
         for ids in prompts.values():
