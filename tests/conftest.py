@@ -5,6 +5,8 @@ import importlib.util
 import logging
 import os
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,6 +72,17 @@ def hear_by_root() -> None:
 hear_by_root()  # before pytest adds those that stay for a session
 
 
+def gold_links(compiler: str) -> bool:
+    """Whether this compiler finds its own library by gold, which does not read linker scripts that
+    some compilers come with."""
+    if not shutil.which("ld.gold"):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        out = ["-o", os.path.join(folder, "empty.so")]
+        command = [compiler, "-fuse-ld=gold", "-shared", "-x", "c++", os.devnull, *out]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Where not all tests are run, C++ is compiled in half the time, and linked by the linker that
     takes least to look through torch's libraries, if it is here: what it does is the same."""
@@ -77,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from torch._inductor import cpp_builder
 
         flags = cpp_builder._get_optimization_cflags
-        linker = ["fuse-ld=gold"] if shutil.which("ld.gold") else []
+        linker = ["fuse-ld=gold"] if gold_links(cpp_builder.get_cpp_compiler()) else []
 
         def fewer(*args: Any, **kwargs: Any) -> Any:
             compiling, linking = flags(*args, **kwargs)

@@ -92,14 +92,15 @@ def tensors_of_route(call: RouteCall) -> tuple[Tensor | None, ...]:
 
 
 def rest_of_route(call: RouteCall) -> tuple[Any, ...]:
-    """The choices, the router as kernels take it, and the dtype of weights."""
+    """The choices, the router as kernels take it, the dtype of weights, and whether each token has
+    a program of its own."""
     c = call
     fill = float("-inf") if c.group_fill == "-inf" else 0.0
     router = (
         c.score, c.select_on == "logit", c.n_group, c.topk_group, c.group_reduce == "top2sum", fill,
         c.softmax_selected, c.renormalize, c.eps, c.min_sum, c.scale, c.group_fill == "zero_weight",
     )  # fmt: skip
-    return c.top_k, router, DTYPES[c.out_dtype]
+    return c.top_k, router, DTYPES[c.out_dtype], INVARIANT.get()
 
 
 compiles_ahead(route, "triton", _route)

@@ -15,14 +15,8 @@ from tests.hf.adapters.test_captured import set_scale, train
 from tests.hf.adapters.test_rows import NAMES, WAYS, Choose
 from tests.hf.test_quantize import gpt_oss, qwen
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 MODEL = TOL["model", F32]
-
-
-@pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    torch._dynamo.reset()
 
 
 @pytest.fixture(params=WAYS.values(), ids=WAYS)

@@ -16,17 +16,11 @@ from tests.hf import families
 from tests.hf.auto_classes import build_text
 from tests.hf.twins import PLAIN, check
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral", "deepseek_v32", "gemma4")
 TOL = Tol(1.6e-2, "weights and outputs rounded to 8 bits of mantissa")
 # Queries of a sequence, sequences, heads, heads of the cache, slots, head size.
 SIZES = [(8, 1, 32, 4, 1024, 128), (5, 1, 64, 8, 4096, 64), (3, 2, 8, 8, 300, 128)]
-
-
-@pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    torch._dynamo.reset()
 
 
 def repeating() -> Tensor:

@@ -12,14 +12,8 @@ from moe_ops.testing import BF16, F32, Tol, assert_close
 from tests.hf import families
 from tests.passes.test_families import assert_complete, check
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 TOL = Tol(1e-4, "float32 sums in another order, and products of other kernels")
-
-
-@pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])

@@ -24,8 +24,7 @@ FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral")
 
 
 @pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def fresh() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     with torch.inference_mode():

@@ -22,14 +22,8 @@ from moe_ops.generation.one_query import in_place_of
 from tests.gpu.captures import captured
 from tests.hf import families, overrides, twins
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 PLAIN = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
-
-
-@pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    torch._dynamo.reset()
 
 
 def pair(family: str) -> tuple[Any, Any]:

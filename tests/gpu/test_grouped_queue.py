@@ -124,11 +124,6 @@ def no_hang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     stopped.set()
 
 
-@pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @each_case
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside_others"])
 def test_fifty_replays_of_every_routing_give_the_same_bits(case: Case, busy: bool) -> None:

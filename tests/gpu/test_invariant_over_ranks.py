@@ -17,11 +17,15 @@ from moe_ops.parallel.config import AUTO, ParallelConfig
 from moe_ops.registry.invariance import invariant
 from tests.distributed.on_gpus import NEEDS_TWO, on_gpus
 from tests.distributed.shares import Spread, Whole, run_share
-from tests.gpu.test_over_ranks import FORMATS, TWO, on_gpu
+from tests.gpu.test_over_ranks import TWO, on_gpu
 from tests.layer.shards import randomize, take_share
 
 pytestmark = NEEDS_TWO
 BF16 = torch.bfloat16
+FORMATS = (
+    ("", ""), ("int4:1x32", ""), ("mxfp4", ""), ("float8_e4m3fn:row", "float8_e4m3fn:row"),
+    ("int8:row", "int8:row"),
+)  # fmt: skip
 TRANSPORTS = ("gather", "exchange", "push")
 
 

@@ -14,15 +14,9 @@ from tests.hf import families
 from tests.hf.auto_classes import build_text
 from tests.hf.twins import PLAIN, check
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 # The delta rule, Mamba2, a convolution, one of each beside attention, an indexer, pictures.
 FAMILIES = ("qwen3_next", "nemotron_h", "lfm2_moe", "zaya", "deepseek_v32", "qwen3_vl_moe")
-
-
-@pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    torch._dynamo.reset()
 
 
 def chat(model: Any) -> list[torch.Tensor]:

@@ -92,11 +92,6 @@ def check(backend: str, layer: Layer, **more: Any) -> None:
     assert_close(run(backend, layer, **more), definition(layer, **more), tol, backend)
 
 
-@pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @each_backend
 @each_dtype
 @pytest.mark.parametrize("case", [*GRID, *CASES], ids=lambda case: case.name)

@@ -12,12 +12,6 @@ from tests.gpu.captures import captured
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of float32 in float32, not in tf32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 def test_a_layer_gives_on_the_gpu_what_it_gives_on_the_cpu(case: Case, dtype: torch.dtype) -> None:

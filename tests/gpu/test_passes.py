@@ -20,10 +20,9 @@ FORMS = [
 @pytest.mark.parametrize(("form", "dtype", "dynamic"), FORMS, ids=str)
 @pytest.mark.parametrize("family", SOME)
 def test_every_layer_of_a_stock_model_is_lifted(
-    family: str, form: str, dtype: torch.dtype, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, form: str, dtype: torch.dtype, dynamic: bool
 ) -> None:
     if family not in families.discover():
         pytest.skip(f"this transformers has no {family}")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     found = check(family, form, dtype, dynamic=dynamic, device="cuda")
     assert_complete(family, found)

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def fresh() -> Any:
     torch._dynamo.reset()
     yield
     gc.collect()

@@ -267,9 +267,11 @@ def route(
     top_k: int,
     router: tuple[Any, ...],
     weights_dtype: torch.dtype,
+    alone: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The `route` op; `router` as above."""
-    return _launch(logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype)
+    """The `route` op; `router` as above. `alone`: each token has a program of its own, in which
+    its sums have one order."""
+    return _launch(logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype, alone)
 
 
 @on_its_device
@@ -283,10 +285,11 @@ def route_recording(
     top_k: int,
     router: tuple[Any, ...],
     weights_dtype: torch.dtype,
+    alone: bool,
 ) -> tuple[Tensor, Tensor]:
     """The `route_recording` op."""
     ring = ring_ids_SK, ring_weights_SK, at, ring_ids_SK.shape[0]
-    routed = logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype
+    routed = logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype, alone
     return _launch(*routed, ring=ring)
 
 
@@ -299,9 +302,10 @@ def route_replaying(
     top_k: int,
     router: tuple[Any, ...],
     weights_dtype: torch.dtype,
+    alone: bool,
 ) -> tuple[Tensor, Tensor]:
     """The `route_replaying` op."""
-    routed = logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype
+    routed = logits_TE, (bias_E, per_expert_scale_E), top_k, router, weights_dtype, alone
     return _launch(*routed, given=given_ids_SK)
 
 
@@ -311,6 +315,7 @@ def _launch(
     top_k: int,
     router: tuple[Any, ...],
     weights_dtype: torch.dtype,
+    alone: bool,
     given: Tensor | None = None,
     ring: tuple[Tensor | None, Tensor | None, Tensor | None, int | None] = (None,) * 4,
 ) -> tuple[Tensor, Tensor]:
@@ -324,7 +329,8 @@ def _launch(
         return weights_TK, ids_TK
     plain = bias_E is None and router[2] == 1
     low = FREE_BITS.get(logits_TE.dtype, 0) if plain and given is None else 0
-    tokens = 4 if low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS else 1
+    many = low > 0 and T >= MANY_TOKENS and E <= FEW_EXPERTS
+    tokens = 4 if many and not alone else 1
     launch(
         route_kernel, (triton.cdiv(T, tokens),),
         logits_TE, logits_TE.stride(0), T, bias_E, per_expert_scale_E, weights_TK, ids_TK,
