@@ -23,7 +23,8 @@ their order, and takes h as it is stored. Of the products:
                      decoded first, and then both scales are in what is rounded to 16 bits
 
 `mma.sync` and `wgmma` of 16 bits add the same, in tiles of any size and with either operand first;
-of float8 `wgmma` keeps fewer bits, so that rows have tiles for it on Hopper. Where a number is
+of float8 `wgmma` keeps fewer bits, so that rows have tiles for it on Hopper. So they have of
+decoded values, which `mma.sync` is given in another order of columns. Where a number is
 added to a product the compiler may round once for both, in one kernel and not in the other: such
 layers are computed by one path, whatever the number of rows.
 """
@@ -35,6 +36,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moe_ops.backends.triton_device import refuse_hopper
 from moe_ops.backends.triton_hopper import scaled
 from moe_ops.backends.triton_support import inputs_of, weight_of
 from moe_ops.kernels.triton import brings_decoder, in_words
@@ -45,6 +47,7 @@ from moe_ops.registry.invariance import Arithmetic, Refused
 FLOAT32 = "float32, columns in order"
 IN_ORDER = "16 bits, columns in order"
 BYTES = "16 bits, columns in order, codes times scales of 16 bits"
+AS_LOADED = "16 bits, columns as their codes are loaded"
 IN_WORDS = "16 bits, columns in the order of words"
 INT8 = "int32"
 FLOAT8 = "float8 in one sum"
@@ -106,8 +109,15 @@ def of_rows(call: ExpertsCall) -> str:
     if in_words(weight):
         return IN_WORDS + apart
     if brings_decoder(weight) or weight.element == "float8_e5m2":
-        return IN_ORDER + (APART if call.global_scale13_E is not None else "")
+        name = IN_ORDER if _in_order(call.x_TD) else AS_LOADED
+        return name + (APART if call.global_scale13_E is not None else "")
     return BYTES
+
+
+def _in_order(x_TD: Tensor) -> bool:
+    """Whether decoded values are summed in their order: by `wgmma`, which Triton takes for tiles of
+    64 rows of weights. For `mma.sync` it puts columns into the order in which bytes were loaded."""
+    return x_TD.device.type != "cuda" or refuse_hopper(x_TD) is None
 
 
 def of_eight_bits(call: ExpertsCall) -> str:

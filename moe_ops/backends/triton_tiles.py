@@ -40,6 +40,7 @@ BLOCK_ROWS = 32  # of blocks with scales of their own that are decoded at once
 SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
 MANY_STEPS = 2**22  # elements of W2, from which on programs have many steps to round a token in
 FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
+WGMMA_ROWS = 64  # of weights of a tile, from which on Triton multiplies by wgmma
 OF_VALUES = 64  # tokens of a tile, from which on scales of steps are multiplied into values
 WARPS_WANTED = 8  # of a processor, in programs of streams that multiply scales into values
 AHEAD_ALONE = 6  # steps that one of few such programs loads ahead
@@ -152,11 +153,17 @@ def of_rows_in_values(
     x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
 ) -> RowsTiles:
     """The tiles of an invariant call: of codes those with which scales are multiplied into values,
-    also where there are few rows; not measured."""
+    also where there are few rows, and with enough rows of weights for `wgmma`; not measured."""
     tiles, codes = of_rows(x_TD, ids_TK, layer, expert_map), layer.codes
-    if codes is None or codes.quantizes or not codes.one_a_step:
+    if codes is None or codes.quantizes:
         return tiles
-    up, down = (replace(tile, BN=max(tile.BN, OF_VALUES)) for tile in (tiles.up, tiles.down))
+    of_up = WGMMA_ROWS // 2 if layer.act.gated else WGMMA_ROWS
+    up = replace(tiles.up, rows=max(tiles.up.rows, of_up))
+    down = replace(tiles.down, rows=max(tiles.down.rows, WGMMA_ROWS))
+    if in_blocks(codes.weight):  # whose decoded values take more registers
+        up, down = replace(up, warps=8), replace(down, warps=8)
+    if codes.one_a_step:
+        up, down = (replace(tile, BN=max(tile.BN, OF_VALUES)) for tile in (up, down))
     memory = shared_memory(x_TD) - (0 if shared_memory(x_TD) >= HOPPER_MEMORY else DECODED)
     return rows_fitting(RowsTiles(up=up, down=down), layer.act.gated, codes.bits, memory)
 

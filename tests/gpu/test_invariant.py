@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 # Between them every pair, and weights in codes alone.
 FORMATS = [
     *PAIRS, *((w, "") for w in ("int4:1x128:bfloat16", "uint4:1x32", "mxfp4", "nvfp4", "mxfp8")),
-    *((w, "") for w in ("int8:row", "float8_e4m3fn:row", "mxfp6_e3m2", "q4_k", "nf4")),
+    *((w, "") for w in ("int8:row", "float8_e4m3fn:row", "mxfp6_e3m2", "q4_k", "q6_k", "nf4")),
 ]  # fmt: skip
 COUNT, MOST = 200, 700
 CASE = Case(name="two", T=2, E=8, K=2, D=512, I=512)
@@ -72,7 +72,22 @@ def test_floats_of_other_dtypes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("T", [1, 5, 96])
 def test_paths_of_one_arithmetic_give_equal_bits(T: int, formats: tuple[str, str]) -> None:
     """Of long sums, by each path that a layer's rows may be computed by."""
-    call = call_for(formats, replace(LONG, T=T))
+    check_paths(call_for(formats, replace(LONG, T=T)))
+
+
+@pytest.mark.parametrize("w_format", ["", "int4:1x128:bfloat16", "mxfp4", "q4_k", "q6_k", "nf4"])
+@pytest.mark.parametrize("T", [1, 96])
+def test_paths_without_gates_give_equal_bits(T: int, w_format: str) -> None:
+    call = call_for((w_format, ""), replace(LONG, T=T))
+    rows = {
+        name: getattr(call, name)[:, : LONG.I].contiguous()
+        for name in ("w13_EFD", "w13_scale_EFG", "w13_zero_EFG")
+        if getattr(call, name) is not None
+    }
+    check_paths(replace(call, kind="relu2", gated=False, **rows))
+
+
+def check_paths(call: ExpertsCall) -> None:
     with invariant():
         name = triton_paths.arithmetic_of(call)
         assert not isinstance(name, Refused)

@@ -43,6 +43,9 @@ def calls_invariant(capability: int) -> Iterator[tuple[str, Callable[[], object]
             call = quantized_call(CASE, T, w_format, x_format)
             name = f"invariant rows {T} {w_format} {x_format}"
             yield name, functools.partial(run, "rows", call)
+    for w_format in ("q4_k", "q6_k"):  # whose blocks do not divide the widths of that case
+        call = quantized_call(LAYERS["qwen3_30b"], 64, w_format, "")
+        yield f"invariant rows 64 {w_format}", functools.partial(run, "rows", call)
     for heads, group, size, slots, sinks in ATTENTION:
         yield (
             f"invariant one query {size}",
