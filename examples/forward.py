@@ -24,8 +24,9 @@ from typing import Any
 import needed  # noqa: F401
 import torch
 import transformers
-from generate import say, seconds
+from generate import say
 from models import CONFIGS, build
+from step_parts import seconds
 from torch import Tensor
 
 import moe_ops

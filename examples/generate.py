@@ -21,12 +21,10 @@ import argparse
 import gc
 import json
 import logging
-import re
 import shlex
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -35,6 +33,7 @@ import needed  # noqa: F401
 import torch
 import transformers
 from models import CONFIGS, build
+from step_parts import breakdown, kv_bytes, seconds, tables_of_steps, tensors_of
 from torch import Tensor
 from transformers import CompileConfig, StoppingCriteriaList
 
@@ -42,15 +41,8 @@ import moe_ops
 from moe_ops.bench.rates import measure_rates
 from moe_ops.bench.when import when
 
-# Names of GPU kernels, the first that fits; Inductor's own are named after what they compute.
-PARTS = {
-    "MoE": r"(tiny|rows|one|few)_(up|down)|_grouped|grouped_mm|route|sort_(kernel|beside_tokens)"
-    r"|count_kernel|add_up_kernel|place_kernel|sum_kernel|tile_map|moe",
-    "attention": r"softmax|attention|fmha|flash|bmm|index_copy|index_put|scatter|one_query|rope",
-    "rest": r"",
-}
 FLOAT = "bfloat16"  # the experts of a model as it is built
-STEPS = 16  # that are profiled, after the prompt
+TURNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,30 +76,12 @@ def quantize(model: Any, experts: str, **others: str | None) -> dict[str, float]
     return {"seconds": took, "peak_gb": peak}
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """The wall time of a call, its work on a GPU included."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def cache_bytes(model: Any, batch: int, length: int) -> int:
     """Keys and values of the sequences, or of all sizes for which they are kept."""
     try:
         return sum(r.cache_bytes for r in moe_ops.generation_report(model))
     except ValueError:  # transformers' own
         return kv_bytes(model.config, batch, length)
-
-
-def kv_bytes(config: Any, batch: int, length: int) -> int:
-    """Keys and values of so many sequences of that length."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * size
-    return batch * length * per_token * 2
 
 
 def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs: Any) -> Speed:
@@ -149,6 +123,17 @@ def measure(way: str, model: Any, ids: Tensor, tokens: tuple[int, int], **kwargs
     )
 
 
+def beside_recorded(way: str, model: Any, ids: Tensor, tokens: tuple[int, int]) -> list[Speed]:
+    """`generate`, and with its routing recorded: in turns, of each the turn of the median step, as
+    two measurements of one way differ by as much as recording takes."""
+    found: list[list[Speed]] = [[], []]
+    for _ in range(TURNS):
+        found[0].append(measure(way, model, ids, tokens))
+        with moe_ops.record_routing(model):
+            found[1].append(measure(f"{way} recorded", model, ids, tokens))
+    return [sorted(turns, key=lambda s: s.step_ms)[TURNS // 2] for turns in found]
+
+
 def by_slots(
     model: Any, ids: Tensor, slots: list[int], tokens: tuple[int, int]
 ) -> dict[int, float]:
@@ -171,66 +156,6 @@ def by_slots(
         times = {n: statistics.median(seconds(call(n)) for _ in range(5)) for n in tokens}
         found[room] = (times[many] - times[few]) / (many - few) * 1e3
     return found
-
-
-def tensors_of(model: Any) -> list[tuple[str, Tensor]]:
-    """Weights, scales of quantised ones included."""
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-def step_bytes(model: Any, batch: int, length: int) -> dict[str, float]:
-    """What a step reads at least: the weights of the experts that its tokens choose, if all are as
-    likely; keys and values so far; all other weights."""
-    config, read = model.config, dict.fromkeys(PARTS, 0.0)
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    chosen = 1 - (1 - config.num_experts_per_tok / experts) ** batch
-    for name, weight in tensors_of(model):
-        if ".experts." in name:
-            read["MoE"] += chosen * weight.nbytes
-        elif weight is not model.get_input_embeddings().weight:
-            read["rest"] += weight.nbytes
-    read["attention"] = kv_bytes(config, batch, length)
-    return read
-
-
-def breakdown(model: Any, ids: Tensor) -> dict[str, Any]:
-    """Return what one step is made of: the ms that kernels of each part take, the least bytes that
-    they read, the kernels that take most, and the ms of the prompt's kernels."""
-    from torch.profiler import ProfilerActivity, profile
-
-    totals: list[Counter[str]] = []
-    for n in (1, 1 + STEPS):  # the difference is steps alone
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            seconds(lambda n=n: model.generate(ids, max_new_tokens=n, do_sample=False))  # type: ignore[misc]
-        totals.append(Counter())
-        for event in profiler.key_averages():
-            totals[-1][event.key] += event.self_device_time_total / 1e3 / STEPS
-    totals[1].subtract(totals[0])
-    parts = dict.fromkeys(PARTS, 0.0)
-    for kernel, ms in totals[1].items():
-        part = next(p for p, names in PARTS.items() if re.search(names, kernel))
-        parts[part] += ms
-    batch, prompt = ids.shape
-    kernels = [(kernel, ms) for kernel, ms in totals[1].most_common(20) if ms > 0]
-    return {
-        "ms": parts,
-        "bytes": step_bytes(model, batch, prompt + STEPS // 2),
-        "kernels": kernels,
-        "prompt_ms": sum(totals[0].values()) * STEPS,
-    }
-
-
-def tables_of_steps(steps: dict[int, dict[str, Any]]) -> str:
-    lines = []
-    for batch, step in steps.items():
-        lines.append(f"batch {batch}, ms that kernels of a step take")
-        for part, ms in step["ms"].items():
-            floor = step["floor_ms"][part]
-            share = f" ({floor / ms:.0%})" if ms else ""
-            lines.append(f"    {part:<72}{ms:>9.3f}, to read its bytes {floor:.3f}{share}")
-        lines += [f"    {kernel[:70]:<72}{ms:>9.3f}" for kernel, ms in step["kernels"][:10]]
-        lines.append(f"    {'all kernels of the prompt':<72}{step['prompt_ms']:>9.3f}")
-    return "\n".join(lines)
 
 
 def header() -> str:
@@ -362,7 +287,11 @@ def measure_ours(
     ours = moe_ops.compile(model, extra=json.loads(args.inductor))
     steps = {}
     for batch, ids in prompts.items():
-        report.add(measure(way, ours, ids, args.tokens))
+        if args.record:
+            for speed in beside_recorded(way, ours, ids, args.tokens):
+                report.add(speed)
+        else:
+            report.add(measure(way, ours, ids, args.tokens))
         if args.slots:
             found = by_slots(ours, ids, args.slots, args.tokens)
             say(f"batch {batch}, ms a step by slots: {found}")
@@ -370,10 +299,6 @@ def measure_ours(
             report.write()
         if args.profile and ids.is_cuda:
             steps[batch] = breakdown(ours, ids)
-    if args.record:
-        for ids in prompts.values():
-            with moe_ops.record_routing(ours):
-                report.add(measure(f"{way} recorded", ours, ids, args.tokens))
     if args.adapter:
         adapt(model, args.adapter)
         for ids in prompts.values():

@@ -33,8 +33,8 @@ import timeline
 import torch
 import torch.distributed as dist
 import transformers
-from generate import seconds
 from models import CONFIGS
+from step_parts import seconds
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
