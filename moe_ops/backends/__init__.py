@@ -7,6 +7,7 @@ import moe_ops.streams  # noqa: F401
 from moe_ops.backends import (
     aten,
     aten_decode,
+    by_row,
     by_sequence,
     cpu,
     cpu_linears,
@@ -29,8 +30,8 @@ from moe_ops.backends import (
 )
 
 __all__ = [
-    "aten", "aten_decode", "by_sequence", "cpu", "cpu_linears", "cpu_stages", "dequantize",
-    "flashinfer", "over_ranks", "push", "triton", "triton_adapters", "triton_batched",
-    "triton_decode", "triton_decoded", "triton_gemm", "triton_linears", "triton_quantize",
-    "triton_ranks", "triton_routing", "triton_training",
+    "aten", "aten_decode", "by_row", "by_sequence", "cpu", "cpu_linears",
+    "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push", "triton", "triton_adapters",
+    "triton_batched", "triton_decode", "triton_decoded", "triton_gemm", "triton_linears",
+    "triton_quantize", "triton_ranks", "triton_routing", "triton_training",
 ]  # fmt: skip

@@ -85,9 +85,15 @@ def _of_inputs(inputs: Format, weights: Format, width: int) -> str | None:
 
 def arithmetic(call: ExpertsCall) -> str:
     """How the kernels compute a token's row, of a layer with quantised weights."""
-    if call.x_format and Format.of(call.x_format).group == TENSOR and call.x_scale is None:
-        return Refused(ONE_SCALE)
-    return "cpu"
+    return Refused(why) if (why := refusal_of_one_scale(call)) else "cpu"
+
+
+def refusal_of_one_scale(call: ExpertsCall) -> str | None:
+    """Why all rows of an input decide the scale of each, or None."""
+    if not call.x_format or Format.of(call.x_format).group != TENSOR:
+        return None
+    given = call.x_scale is not None or call.x_scale_TG is not None
+    return None if given and call.h_scale is not None else ONE_SCALE
 
 
 ONE_SCALE = (

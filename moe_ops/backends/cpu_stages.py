@@ -50,12 +50,17 @@ def run_dispatch(call: DispatchCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def supports_activate(call: ActivateCall) -> str | None:
-    return _refuse(call.y_RF)
+    if needs_grad(call.y_RF):
+        return "is not differentiable, and y_RF requires grad"
+    return _unavailable()
 
 
 def run_activate(call: ActivateCall) -> Tensor:
-    """`activate` in one pass over its rows."""
-    return stages.activate(with_rows(call.y_RF), options_of(call))
+    """`activate` in one pass over its rows; of float16 in float32, and then rounded."""
+    y_RF = with_rows(call.y_RF)
+    if y_RF.dtype in stages.DTYPES:
+        return stages.activate(y_RF, options_of(call))
+    return stages.activate(y_RF.float(), options_of(call)).to(y_RF.dtype)
 
 
 def supports_combine(call: CombineCall) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import moe_ops
-from moe_ops import experts
+from moe_ops import experts, quantize
 from moe_ops.decode_ops import quantized_linears
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.linear_layers import apply_linear
@@ -19,7 +20,7 @@ from moe_ops.ops.route_replaying import route_replaying
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
 from moe_ops.quant.schemes import SCHEMES
-from moe_ops.testing import BF16, F32, Case, make_layer
+from moe_ops.testing import BF16, F16, F32, TOL, Case, assert_close, make_layer
 from tests.chosen import those_of
 from tests.company import alone, assert_invariant, batches
 from tests.independent_rows import call_of, rows_of
@@ -27,9 +28,12 @@ from tests.independent_rows import call_of, rows_of
 FLOATS = ("", "")
 # Every pair of formats of which there is a scheme, those of weights alone among them, and floats.
 PAIRS = list(dict.fromkeys([FLOATS, *(p for s in SCHEMES.values() for p in s.pairs() if p[0])]))
-QUICK = (FLOATS, ("int8:row", "int8:row"), ("mxfp4", ""), ("mxfp4", "float8_e4m3fn:row"))
-# What no kernel of the CPU multiplies, and libraries do by the number of rows.
-REFUSED = [p for p in PAIRS if "mxfp6" in p[0] or p[1][:2] in ("mx", "nv") or p[0] == "nvfp4"]
+# What no kernel of the CPU multiplies; libraries do, a row at a time.
+BY_ROW = [p for p in PAIRS if "mxfp6" in p[0] or p[1][:2] in ("mx", "nv") or p[0] == "nvfp4"]
+QUICK = (
+    FLOATS, ("int8:row", "int8:row"), ("mxfp4", ""), ("mxfp4", "float8_e4m3fn:row"),
+    ("nvfp4", "nvfp4"), ("mxfp6_e3m2", ""), ("mxfp8", "mxfp8"),
+)  # fmt: skip
 CASE = Case(name="mates", T=6, E=4, K=2, D=256, I=256)
 ODD = Case(name="odd", T=5, E=3, K=2, D=91, I=38)
 FEW, MANY = 8, 200
@@ -37,6 +41,8 @@ each_number = pytest.mark.parametrize(
     "number", [FEW, pytest.param(MANY, marks=pytest.mark.every)], ids=str
 )
 each_dtype = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+OF_ROWS = ("x_TD", "ids_TK", "weights_TK", "x_scale_TG")
+LINEARS = ("q6_k", "mxfp6_e3m2", "mxfp8", "float8_e4m3fn:128x128")
 
 
 def layer(formats: tuple[str, str], dtype: torch.dtype, case: Case = CASE) -> ExpertsCall:
@@ -55,14 +61,91 @@ def run(call: ExpertsCall) -> Tensor:
     return out
 
 
-served = [p for p in PAIRS if p not in REFUSED]
+def backend_of(call: ExpertsCall) -> str:
+    with moe_ops.using(batch_invariant=True):
+        return experts.pick(call).name
 
 
 @each_number
 @each_dtype
-@pytest.mark.parametrize("formats", those_of(QUICK, served), ids="-".join)
+@pytest.mark.parametrize("formats", those_of(QUICK, PAIRS), ids="-".join)
 def test_in_any_company(formats: tuple[str, str], dtype: torch.dtype, number: int) -> None:
-    assert_invariant(run, layer(formats, dtype), number)
+    call = layer(formats, dtype)
+    assert backend_of(call) == ("by_row" if formats in BY_ROW else "cpu")
+    assert_invariant(run, call, number)
+
+
+@each_number
+@pytest.mark.parametrize("formats", those_of((FLOATS, ("mxfp4", "mxfp8")), PAIRS), ids="-".join)
+def test_float16_in_any_company(formats: tuple[str, str], number: int) -> None:
+    """Which no kernel of the CPU multiplies."""
+    call = layer(formats, F16)
+    assert backend_of(call) == "by_row"
+    assert_invariant(run, call, number)
+
+
+def by_columns(call: ExpertsCall) -> ExpertsCall:
+    w13_EDF, w2_EID = (w.transpose(1, 2).contiguous() for w in (call.w13_EFD, call.w2_EDI))
+    return replace(call, w13_EFD=w13_EDF, w2_EDI=w2_EID, transposed=True)
+
+
+@each_number
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
+def test_weights_by_columns(dtype: torch.dtype, number: int) -> None:
+    """As those of GPT-OSS, with its biases; and without rows, whose weights are the same."""
+    call, E = layer(FLOATS, dtype, ODD), ODD.E
+    biases = {
+        name: torch.randn(E, n).to(dtype) for name, n in (("b13_EF", 2 * ODD.I), ("b2_ED", ODD.D))
+    }
+    rows, columns = replace(call, **biases), replace(by_columns(call), **biases)
+    assert backend_of(columns) == "by_row"
+    assert_invariant(run, columns, number)
+    assert_close(run(columns), run(rows).float(), TOL["experts", dtype])
+
+
+def as_codes(call: ExpertsCall) -> ExpertsCall:
+    x_TD, scale_TG = quantize(call.x_TD, call.x_format)
+    return replace(call, x_TD=x_TD, x_scale_TG=scale_TG, out_dtype="bfloat16")
+
+
+def scales_of_experts(call: ExpertsCall) -> ExpertsCall:
+    each = {name: torch.rand(CASE.E) / 50 + 0.01 for name in ("x_scale", "h_scale")}
+    return replace(call, **each)
+
+
+def mapped(call: ExpertsCall) -> ExpertsCall:
+    """Of eight experts four are here, and ids name no expert, too."""
+    ids_TK = call.ids_TK * 2
+    ids_TK[0, 0], ids_TK[1, 1] = -1, 7
+    return replace(call, ids_TK=ids_TK, expert_map=torch.tensor([0, -1, 1, -1, 2, -1, 3, -1]))
+
+
+# Layers that are run a row at a time, each with what it has beside others.
+WITH: dict[str, tuple[tuple[str, str], Callable[[ExpertsCall], ExpertsCall]]] = {
+    "tokens as codes": (("mxfp4", "mxfp8"), as_codes),
+    "static scales of each expert": (("mxfp6_e3m2", "float8_e4m3fn:tensor"), scales_of_experts),
+    "a map of experts": (("nvfp4", "nvfp4"), mapped),
+    "another activation": (
+        ("mxfp6_e2m3", ""),
+        lambda call: replace(call, interleaved=True, alpha=1.7, limit=7.0, up_shift=1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("which", WITH)
+def test_arguments_of_layers_by_row(which: str) -> None:
+    formats, changed = WITH[which]
+    call = changed(layer(formats, BF16))
+    assert backend_of(call) == "by_row"
+    whole, want = run(call), experts.reference(*experts.arguments.flat(call))
+    assert_close(whole, want.float(), TOL["experts", BF16])
+    own = {name: t for name in OF_ROWS if (t := getattr(call, name)) is not None}
+
+    def part(rows: slice) -> Tensor:
+        return run(replace(call, **{name: t[rows] for name, t in own.items()}))
+
+    assert torch.equal(torch.cat([part(slice(t, t + 1)) for t in range(CASE.T)]), whole)
+    assert part(slice(0, 0)).shape == (0, CASE.D)
 
 
 @each_number
@@ -84,18 +167,25 @@ def test_the_property_is_of_the_mode() -> None:
     assert torch.equal(run(one), alone(one, lambda c: experts(*experts.arguments.flat(c))))
 
 
-@pytest.mark.parametrize("formats", those_of([("mxfp8", "mxfp8")], REFUSED), ids="-".join)
-def test_who_cannot_says_why(formats: tuple[str, str]) -> None:
+def test_a_gradient_of_codes_is_refused() -> None:
+    """Inputs are rounded, so that no formula has it."""
+    call = layer(("mxfp8", "mxfp8"), F32)
     with pytest.raises(NotImplementedError) as raised:
-        run(layer(formats, BF16))
+        run(replace(call, x_TD=call.x_TD.clone().requires_grad_()))
     assert "experts gives these rows the same bits in any batch" in str(raised.value)
+    assert "by_row: is not differentiable" in str(raised.value)
 
 
-def test_one_scale_of_all_tokens_is_refused() -> None:
-    call = replace(layer(("int8:row", "int8:tensor"), F32), x_scale=None, h_scale=None)
+@pytest.mark.parametrize("static", [(), ("x_scale",), ("h_scale",)], ids=["none", "x", "h"])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["float32", "float16"])
+def test_one_scale_of_all_tokens_is_refused(dtype: torch.dtype, static: tuple[str, ...]) -> None:
+    made = {n: None for n in ("x_scale", "h_scale") if n not in static}
+    call = replace(layer(("int8:row", "int8:tensor"), dtype), **made)
     with pytest.raises(NotImplementedError) as raised:
         run(call)
-    assert "cpu: is not batch invariant: one scale for all tokens is made of" in str(raised.value)
+    who = "cpu" if dtype is F32 else "by_row"
+    said = f"{who}: is not batch invariant: one scale for all tokens is made of"
+    assert said in str(raised.value)
 
 
 def test_libraries_are_refused_by_name() -> None:
@@ -115,10 +205,12 @@ def test_an_infinite_neighbour_changes_no_overflow() -> None:
     assert not bool(want.isfinite().all())
 
 
-@each_dtype
-def test_a_forward_that_saves_for_a_backward(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
+def test_a_forward_that_saves_for_a_backward(dtype: torch.dtype, columns: bool) -> None:
     """Its rows, too, have the bits that they have alone."""
     call = layer(FLOATS, dtype, ODD)
+    call = by_columns(call) if columns else call
 
     def train(c: ExpertsCall) -> Tensor:
         trained = replace(c, w2_EDI=c.w2_EDI.clone().requires_grad_())
@@ -223,13 +315,18 @@ def test_models_that_train_in_a_compiled_graph() -> None:
 
 
 @each_dtype
-@pytest.mark.parametrize("format", ["int8:row", pytest.param("q6_k", marks=pytest.mark.every)])
+@pytest.mark.parametrize(
+    "format", ["int8:row", "nvfp4", *(pytest.param(f, marks=pytest.mark.every) for f in LINEARS)]
+)
 def test_linear_layers_in_codes(format: str, dtype: torch.dtype) -> None:
     done = packing.quantize(torch.randn(1, 96, 256), Format.of(format))
     x_TK = torch.randn(70, 256).to(dtype)
-    given = ([done.values[0]], [done.scale[0]], [None], [None], [None], format)
+    common = torch.full((1,), 0.5) if Format.of(format).has_global_scale else None
+    given = ([done.values[0]], [done.scale[0]], [None], [common], [torch.randn(96)], format)
     with moe_ops.using(batch_invariant=True):
         (together,) = quantized_linears(x_TK, *given)
+        (want,) = quantized_linears.reference(x_TK, *given)
+        assert_close(together, want.float(), TOL["expert_gemm", dtype])
         for rows in (slice(0, 1), slice(69, 70), slice(3, 20)):
             assert torch.equal(quantized_linears(x_TK[rows], *given)[0], together[rows])
 

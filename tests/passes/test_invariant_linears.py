@@ -15,6 +15,7 @@ from moe_ops.testing import BF16, F16, F32
 from tests.passes.post_grad import Compiled
 
 INVARIANT = Options(batch_invariant=True)
+DTYPES = {F32: "cpu", BF16: "cpu", F16: "by_row"}  # and which backend multiplies them
 
 
 class Two(nn.Module):
@@ -58,16 +59,16 @@ def test_other_products_stay() -> None:
     """Without the option, of what is no parameter, and where no backend sums rows alone."""
     plain = Lift(Options())
     Compiled(Two(), plain)(torch.randn(3, 91))
-    of_inputs, half = Lift(), Lift()
+    of_inputs, double = Lift(), Lift()
     Compiled(lambda x, y: x @ y.t(), of_inputs)(torch.randn(3, 91), torch.randn(5, 91))
-    Compiled(Two(F16), half)(torch.randn(3, 91).half())
-    assert plain.count == of_inputs.count == half.count == 0
+    Compiled(Two(torch.float64), double)(torch.randn(3, 91).double())
+    assert plain.count == of_inputs.count == double.count == 0
     assert {n.rule for n in of_inputs.context.refusals} == {RULE}
-    reasons = [n.text for n in half.context.refusals]
-    assert reasons and "cpu: needs float32 or bfloat16, got torch.float16" in reasons[0]
+    reasons = [n.text for n in double.context.refusals]
+    assert reasons and "by_row: takes no float64" in reasons[0]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
 def test_rows_of_one_graph_are_as_alone(dtype: torch.dtype) -> None:
     """Of any number of rows, through the whole pipeline."""
     pipeline = Pipeline(INVARIANT)
@@ -75,7 +76,7 @@ def test_rows_of_one_graph_are_as_alone(dtype: torch.dtype) -> None:
     x = torch.randn(70, 91).to(dtype)
     whole = compiled(x)
     plans = [n.kwargs["plan"] for n in compiled.graphs[0].nodes if "plan" in n.kwargs]
-    assert plans == [f"{PLANNED}:cpu"] * 2
+    assert plans == [f"{PLANNED}:{DTYPES[dtype]}"] * 2
     for rows in (slice(0, 3), slice(69, 70), slice(2, 35)):
         assert torch.equal(compiled(x[rows].clone()), whole[rows])
 
@@ -94,12 +95,13 @@ def test_a_layer_says_so_in_its_graph() -> None:
 
 
 def test_what_nothing_computes_so_is_no_graph() -> None:
-    layer = moe_ops.MoELayer(4, 2, 64, 32, dtype=F16).requires_grad_(False)
+    quant = moe_ops.QuantConfig(weights="int8:row", inputs="int8:tensor")
+    layer = moe_ops.MoELayer(4, 2, 64, 32, quant=quant).requires_grad_(False)
     pipeline = Pipeline(INVARIANT)
     compiled = Compiled(layer, lambda graph: pipeline(graph, True))
     with pytest.raises(Exception, match=r"batch_invariant: no backend gives moe_ops\.experts") as e:
-        compiled(torch.randn(3, 64).half(), torch.randn(3, 4).half())
-    assert "cpu: needs float32 or bfloat16, got torch.float16" in str(e.value)
+        compiled(torch.randn(3, 64), torch.randn(3, 4))
+    assert "by_row: is not batch invariant: one scale for all tokens" in str(e.value)
 
 
 def test_options_alone_do_not_reach_a_graph_with_gradients() -> None:
