@@ -47,6 +47,8 @@ def options(op: Op) -> dict[str, Any]:
 def one_by_one(op: Op, call: Any, sequences: int) -> list[Any]:
     """The results of an op's definition for each sequence, which writes to states as the op does.
     Tensors with a B among the letters of their names have as many rows as there are sequences."""
+    if not sequences:
+        return [op.body(call)]
     rows = [f.name for f in fields(call) if "B" in f.name.rpartition("_")[2]]
     given = {name: t for name in rows if isinstance(t := getattr(call, name), Tensor)}
     results = []

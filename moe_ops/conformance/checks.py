@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from moe_ops.conformance.call import Call
 from moe_ops.conformance.memory import bits, memory_of, tensors
 from moe_ops.interop.code_objects import with_own_code_object
 from moe_ops.ops.experts import WEIGHTS
-from moe_ops.planning.choose import Node, Rules, choose
+from moe_ops.planning.choose import OTHER_ARITHMETIC, Node, Rules, choose
 from moe_ops.planning.thresholds import THRESHOLD_OPS
 from moe_ops.quant.formats import TENSOR, Format
 from moe_ops.registry.backend import LAYOUT
-from moe_ops.registry.invariance import INVARIANT
+from moe_ops.registry.invariance import INVARIANT, PLANNED
 from moe_ops.registry.spec import OPS
 from moe_ops.testing import TOL, assert_close
 
@@ -138,22 +139,19 @@ def choices(call: Call) -> str | None:
     record = call.op.call(*args)
     forced = ((None, call.backend.name),) if call.op.name in THRESHOLD_OPS else None
     node = Node(name=call.label, layer="")
-    found = choose(
-        call.op,
-        record,
-        node,
-        Rules(thresholds=None, strict=False, table={}, batch_invariant=INVARIANT.get()),
-    )
+    rules = Rules(thresholds=None, strict=False, table={}, batch_invariant=INVARIANT.get())
+    found = choose(call.op, record, node, rules)
     reason = found.refusals.get(call.backend.name)
+    if reason == OTHER_ARITHMETIC and forced is None:
+        return None  # it stands behind others in invariant calls, and nobody can name it
     if reason == BY_A_SIZE:
         return f"{call.op.name} {call.sample}: {BY_A_SIZE}, so that graphs of any size leave it out"
-    if reason is not None or call.backend.name not in found.candidates:
+    if reason != OTHER_ARITHMETIC and call.backend.name not in found.candidates:
         raise AssertionError(f"where the number of rows is not known, it says: {reason}")
     limits = call.backend.rows.possible is not None
     if forced is not None and not limits:
-        rules = Rules(thresholds=forced, strict=False, table={})
-        plan = choose(call.op, record, node, rules).plan
-        if plan.removeprefix(":") != call.backend.name:
+        plan = choose(call.op, record, node, replace(rules, thresholds=forced)).plan
+        if plan.removeprefix(PLANNED).removeprefix(":") != call.backend.name:
             raise AssertionError(f"thresholds that name it give the plan {plan!r}")
     return None
 
