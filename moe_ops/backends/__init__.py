@@ -11,6 +11,7 @@ from moe_ops.backends import (
     by_sequence,
     cpu,
     cpu_linears,
+    cpu_saving,
     cpu_stages,
     dequantize,
     flashinfer,
@@ -30,7 +31,7 @@ from moe_ops.backends import (
 )
 
 __all__ = [
-    "aten", "aten_decode", "by_row", "by_sequence", "cpu", "cpu_linears",
+    "aten", "aten_decode", "by_row", "by_sequence", "cpu", "cpu_linears", "cpu_saving",
     "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push", "triton", "triton_adapters",
     "triton_batched", "triton_decode", "triton_decoded", "triton_gemm", "triton_linears",
     "triton_quantize", "triton_ranks", "triton_routing", "triton_training",

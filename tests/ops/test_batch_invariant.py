@@ -205,10 +205,31 @@ def test_an_infinite_neighbour_changes_no_overflow() -> None:
     assert not bool(want.isfinite().all())
 
 
+# Formats of weights that are frozen, of tokens that train.
+FROZEN = [p for p in PAIRS if p[0] and not p[1]]
+
+
+def train_tokens(call: ExpertsCall) -> Tensor:
+    out = run(replace(call, x_TD=call.x_TD.clone().requires_grad_()))
+    assert out.requires_grad
+    return out.detach()
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "formats", those_of((("int8:row", ""), ("nvfp4", "")), FROZEN), ids="-".join
+)
+def test_frozen_codes_in_a_forward_that_saves(formats: tuple[str, str], dtype: torch.dtype) -> None:
+    """Its rows have the bits that they have where nothing trains."""
+    call = layer(formats, dtype)
+    assert_invariant(train_tokens, call, FEW)
+    assert torch.equal(train_tokens(call), run(call))
+
+
 @pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["float32", "bfloat16", "float16"])
 def test_a_forward_that_saves_for_a_backward(dtype: torch.dtype, columns: bool) -> None:
-    """Its rows, too, have the bits that they have alone."""
+    """Its rows, too, have the bits that they have alone, and where nothing trains."""
     call = layer(FLOATS, dtype, ODD)
     call = by_columns(call) if columns else call
 
@@ -219,6 +240,7 @@ def test_a_forward_that_saves_for_a_backward(dtype: torch.dtype, columns: bool) 
         return out.detach()
 
     assert_invariant(train, call, FEW)
+    assert torch.equal(train(call), run(call))
     trained = replace(call, w13_EFD=call.w13_EFD.clone().requires_grad_())
     with moe_ops.using(batch_invariant=True):  # a backward sums over rows, whatever is asked for
         run(trained).sum().backward()
