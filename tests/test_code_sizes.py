@@ -165,6 +165,7 @@ UNNAMED_PARAMETERS = {
             for name in ("_run", "_run_recorded", "_run_planned")
         ),
         "moe_ops/registry/invariance.py: _planned",
+        "moe_ops/exporting/tables.py: refuse",
         "moe_ops/registry/spec.py: checked",
         "moe_ops/registry/spec.py: planned",
         "moe_ops/backends/flashinfer/cutlass.py: run_alike",

@@ -70,16 +70,27 @@ def decompositions(target: str, *, assume_positive: bool = False) -> Table:
         formulas["experts"] = Nodes(assume_positive=assume_positive).experts
     every = OPS | DECODE_OPS
     # An op that writes its arguments has no value that could stand for it.
-    return {
+    table: Table = {
         op.overload: _of_record(op, formulas.get(name, op.body))
         for name, op in every.items()
         if not op.arguments.mutated
     }
+    return table | {op.planned: _refuses_plans(name) for name, op in every.items()}
 
 
 def _of_record(op: Op, formula: Formula) -> Callable[..., Any]:
     """A formula of the op's record as a function of its arguments."""
     return lambda *args, **kwargs: formula(op.call(*args, **kwargs))
+
+
+def _refuses_plans(name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"moe_ops.{name} is to be batch invariant in this program, which no other runtime "
+            "promises; export a layer without batch_invariant, or run the program as it is"
+        )
+
+    return refuse
 
 
 def _quantize(call: QuantizeCall) -> tuple[Tensor, Tensor]:

@@ -70,20 +70,29 @@ def as_planned(plan: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def invariant_if(wanted: bool, op: Any) -> Callable[..., Any]:
-    """An `Op`, or, if wanted, what runs it batch invariant, in eager code and in what is traced.
+    """An `Op`, or, if wanted, what runs it batch invariant, in eager code and in what is traced, be
+    it for a program.
 
     Raises NotImplementedError for what is traced with gradients, of which a plan has none.
     """
     if not wanted:
         return op
-    if not torch.compiler.is_dynamo_compiling():
+    exporting = torch.compiler._is_exporting_flag
+    if not (torch.compiler.is_dynamo_compiling() or exporting):
         return _uncompiled(op) if "torch._dynamo" in sys.modules else invariant()(op)
     if torch.is_grad_enabled():
-        raise NotImplementedError(
-            "batch_invariant of a layer is not carried into a compiled graph with gradients; "
-            "compile under torch.no_grad(), or give batch_invariant=True to moe_ops.compile alone"
-        )
+        raise NotImplementedError(NO_GRADIENTS_OF_PROGRAMS if exporting else NO_GRADIENTS_OF_GRAPHS)
     return partial(_planned, op)
+
+
+NO_GRADIENTS_OF_GRAPHS = (
+    "batch_invariant of a layer is not carried into a compiled graph with gradients; compile under "
+    "torch.no_grad(), or give batch_invariant=True to moe_ops.compile alone"
+)
+NO_GRADIENTS_OF_PROGRAMS = (
+    "batch_invariant of a layer is not carried into a program with gradients; call torch.export "
+    "under torch.no_grad()"
+)
 
 
 @functools.cache

@@ -75,6 +75,12 @@ def pipeline_of(model: nn.Module) -> Pipeline:
     return compiled_call(model).pipeline
 
 
+NOT_EXPORTED = (
+    "batch_invariant of moe_ops.compile is not carried into a program of torch.export, whose "
+    "linear layers are torch's; export the model itself, or layers made with batch_invariant"
+)
+
+
 class ByLayers(Protocol):
     """Runs a model layer by layer, or says why it does not run a call so; if that turns out on the
     way it says so itself and gives NotImplemented."""
@@ -136,7 +142,12 @@ class Compiled:
         return out
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
-        """A call that torch.compile traces, or torch.export, whose graphs no pass of ours sees."""
+        """A call that torch.compile traces, or torch.export, whose graphs no pass of ours sees.
+
+        Raises NotImplementedError for an export of what is to be batch invariant.
+        """
+        if self.batch_invariant and torch.compiler._is_exporting_flag:
+            raise NotImplementedError(NOT_EXPORTED)
         if self.exporting is None or not torch.compiler.is_exporting():
             return self.call(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():
