@@ -395,5 +395,6 @@ class MoELayer(HoldsExperts, HoldsCodes):
                 f"weights: {self.quant or dtype}, {held / 2**20:.1f} MiB on this rank",
                 f"{self.parallel.describe()}{result}",
                 self.placement.describe(),
+                *["batch_invariant=True"] * self.batch_invariant,
             )
         )

@@ -259,6 +259,11 @@ def test_expert_tensors_are_what_has_one_entry_a_slot() -> None:
     assert layer.w2_bias[1].eq(7).all()
 
 
+def test_text_of_a_batch_invariant_layer() -> None:
+    plain, made = (MoELayer(**SIZES, batch_invariant=wanted) for wanted in (False, True))
+    assert made.extra_repr() == f"{plain.extra_repr()}\nbatch_invariant=True"
+
+
 def test_the_facade_has_it() -> None:
     assert (moe_ops.MoELayer, moe_ops.Routing) == (MoELayer, Routing)
 
