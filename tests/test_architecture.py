@@ -99,7 +99,10 @@ MAY_IMPORT = {
     "library": May(BACKEND | {"fake_impls"}),
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
     "exporting": May(OP | {"decode_ops", "hf", "quant"}, RUNTIMES),
-    "estimate": May(LOW | {"ops", "quant", "planning", "hf", "forward", "generation", "installed"}),
+    "estimate": May(
+        LOW
+        | {"ops", "decode_ops", "quant", "planning", "hf", "forward", "generation", "installed"}
+    ),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "invariant": May(frozenset({"compiler", "forward", "interop", "passes"})),
     "__main__": May(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_ops.decode_ops.linears import MOST_ROWS
 from moe_ops.estimate.measured import Formats, Rates
 from moe_ops.estimate.shares import floor
 from moe_ops.estimate.sizes import Layer, Sizes, bits_of
 
+FLOAT_BITS = 16
 EXPERTS, LINEARS, HEAD, CACHE = "experts", "linear layers", "head", "cache"
 
 
@@ -104,15 +106,23 @@ def _experts(sizes: Sizes, formats: Formats, tokens: int, rates: Rates) -> Work:
 
 
 def _linears(sizes: Sizes, formats: Formats, tokens: int, rates: Rates) -> Work:
-    bits = bits_of(formats.linears)
     values = sum(layer.count * layer.linear_values for layer in sizes.layers)
     kept = sum(layer.count * layer.kept_bytes for layer in sizes.layers)
-    return _work(LINEARS, values * bits / 8 + kept, 2.0 * tokens * (values + kept / 2), rates)
+    read = _moved(values, formats.linears, tokens) + kept
+    return _work(LINEARS, read, 2.0 * tokens * (values + kept / 2), rates)
 
 
 def _head(sizes: Sizes, formats: Formats, rows: int, rates: Rates) -> Work:
-    read = sizes.head_values * bits_of(formats.head) / 8
+    read = _moved(sizes.head_values, formats.head, rows)
     return _work(HEAD, read, 2.0 * rows * sizes.head_values, rates)
+
+
+def _moved(values: float, format: str, rows: int) -> float:
+    """Bytes of weights of linear layers: codes that more rows meet than a kernel decodes them for
+    are written as floats of 16 bits, which are read."""
+    bits = bits_of(format)
+    decoded = 2 * FLOAT_BITS if bits < FLOAT_BITS and rows > MOST_ROWS else 0
+    return values * (bits + decoded) / 8
 
 
 def _work(part: str, read: float, flops: float, rates: Rates) -> Work:

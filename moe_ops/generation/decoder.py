@@ -74,7 +74,10 @@ class Decoder:
         now = addresses(self.model)
         if now != self._addresses:
             if self._addresses:
-                log.info("generate: weights or adapters are others, so graphs are captured again")
+                log.info(
+                    "generate: weights, adapters or recordings are others, so graphs are captured "
+                    "again"
+                )
             if self.model.device.type == "cuda":
                 with plain_tensors():
                     store_by_rows(self.model)

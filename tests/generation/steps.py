@@ -11,6 +11,9 @@ import moe_ops
 from moe_ops.passes.inductor.compiled import pipeline_of
 from tests.hf import families
 
+CLOSE = 0.01  # of the spread of logits, on average; an H200 was off by up to 0.004
+ROWS_A_TIE = 8
+
 
 def check_steps(
     family: str, batch: int, rule: str, least: int, times: int = 1, device: str = "cuda"
@@ -31,7 +34,8 @@ def check_steps(
             got = twin.generate(ids, **call)
         for step, (a, b) in enumerate(zip(got.logits, want.logits, strict=True)):
             same = (got.sequences[:, : 9 + step] == want.sequences[:, : 9 + step]).all(1)
-            # On average: where two experts are all but equal a rounding decides.
-            assert (a - b)[same].float().abs().mean() <= 0.02 * b.float().std()
+            off_B = (a - b)[same].float().abs().mean(1) / b.float().std()
+            # Where two experts are all but equal a rounding decides, in one of so many rows.
+            assert (off_B > CLOSE).sum() <= batch // ROWS_A_TIE, f"step {step}: {off_B.tolist()}"
     passes = [p for run in pipeline_of(twin).runs for p in run.passes]
     assert sum(p.rewrites for p in passes if p.name == rule) >= least
