@@ -1,22 +1,32 @@
 """What batch invariance costs: the experts of a layer in an invariant call, and in another.
 
-Both take turns on the same weights and sets of tokens, from CUDA graphs on a GPU.
+Both take turns on the same weights and sets of tokens, from CUDA graphs on a GPU. A run goes on in
+the file of an earlier one. Most of the time on a GPU that is new to it goes to compiling kernels,
+which several processes can do ahead.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import multiprocessing
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from moe_ops.bench import formats, progress
 from moe_ops.bench.inputs import Weights, make_routed, make_weights
+from moe_ops.bench.results import write
+from moe_ops.bench.resume import REMEDY
 from moe_ops.bench.tables import aligned
 from moe_ops.bench.timing import Run, Timing, capture, rounds_for, time_replays
 from moe_ops.ops import experts
@@ -25,6 +35,7 @@ from moe_ops.quant.config import QuantConfig
 from moe_ops.registry.invariance import invariant
 from moe_ops.testing import LAYERS, TOL, Case, assert_close
 
+log = logging.getLogger("moe_ops")
 SEED, PLAIN, TURNS = 0, "bfloat16", 3
 SETS, FEW_SETS, MANY_TOKENS = 8, 2, 1024  # of tokens, whose experts differ
 FORMATS = (
@@ -35,6 +46,7 @@ FORMATS = (
 )  # fmt: skip
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 Call = Callable[[], Tensor]
+Key = tuple[str, str, int]  # layer, format, tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,29 +62,72 @@ class Cost:
     backends: tuple[str, str]
 
     @property
+    def key(self) -> Key:
+        return self.layer, self.format, self.tokens
+
+    @property
     def ratio(self) -> float:
         return self.invariant_us / self.us
 
 
 def measure(
-    cases: Sequence[Case], names: Sequence[str], tokens: Sequence[int], device: torch.device
+    cases: Sequence[Case],
+    names: Sequence[str],
+    tokens: Sequence[int],
+    device: torch.device,
+    known: Container[Key] = (),
 ) -> Iterator[Cost]:
-    """Cell by cell; formats that do not fit a layer are left out, with a word."""
-    for case in cases:
-        for name in names:
-            try:
-                quant = quant_of(name)
-                if quant is not None:
-                    formats.check_layer(quant, case)
-            except ValueError as error:
-                print(f"{name} is not measured: {error}")
-                continue
+    """Cell by cell, but those that are known. Formats that do not fit a layer, or that no invariant
+    call takes, are left out, with a word."""
+    for case, name in itertools.product(cases, names):
+        asked = [T for T in tokens if (case.name, name, T) not in known]
+        try:
+            quant = fitting(case, name)
             g = torch.Generator(device).manual_seed(SEED)
-            weights = make_weights(case, torch.bfloat16, g, quant)
-            for T in tokens:
+            weights = make_weights(case, torch.bfloat16, g, quant) if asked else None
+            for T in asked:
                 progress.tell(f"{case.name} {name} {T} tokens")
-                yield _cost(case, name, T, weights, g)
-            progress.done()
+                yield _cost(case, name, T, cast(Weights, weights), g)
+        except (ValueError, NotImplementedError) as error:
+            print(f"{name} of {case.name} is not measured: {error}")
+        progress.done()
+
+
+def fitting(case: Case, name: str) -> QuantConfig | None:
+    """The formats in a text, as `quant_of` says, which raises ValueError where a layer has no
+    widths for them."""
+    quant = quant_of(name)
+    if quant is not None:
+        formats.check_layer(quant, case)
+    return quant
+
+
+def compile_all(
+    cases: Sequence[Case], names: Sequence[str], tokens: Sequence[int], jobs: int
+) -> None:
+    """Compile what calls of all cells launch on a GPU, in so many processes side by side; what
+    cannot run is told of where it is measured."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        layers = [*itertools.product(cases, names)]
+        work = [pool.submit(call_once, case, name, tokens) for case, name in layers]
+        for done, future in enumerate(as_completed(work), 1):
+            future.result()
+            progress.tell(f"compiled {done} of {len(layers)}")
+    progress.done()
+
+
+def call_once(case: Case, name: str, tokens: Sequence[int], device: str = "cuda") -> None:
+    """One call of each kind for each number of tokens, where a layer takes them."""
+    try:
+        quant = fitting(case, name)
+        g = torch.Generator(device).manual_seed(SEED)
+        weights = make_weights(case, torch.bfloat16, g, quant)
+        for T, wanted in itertools.product(tokens, (False, True)):
+            with torch.inference_mode(), invariant(wanted):
+                _calls(case, T, weights, g, 1)[0]()
+    except (ValueError, NotImplementedError) as error:
+        log.debug("%s of %s: %s", name, case.name, error)
 
 
 def quant_of(name: str) -> QuantConfig | None:
@@ -89,14 +144,7 @@ def quant_of(name: str) -> QuantConfig | None:
 def _cost(case: Case, name: str, T: int, weights: Weights, g: torch.Generator) -> Cost:
     """The cell, once both results are as close to each other as an op's has to be."""
     with torch.inference_mode():
-        sized = replace(case, T=T)
-        sets = FEW_SETS if T > MANY_TOKENS else SETS
-        calls: list[Call] = []
-        for _ in range(sets):
-            routed = make_routed(sized, T, "uniform", torch.bfloat16, g)
-            tensors = (routed.x_TD, routed.weights_TK, routed.ids_TK)
-            args = (*tensors, weights.w13_EFD, weights.w2_EDI)
-            calls.append(partial(experts, *args, **weights.keywords))
+        calls = _calls(case, T, weights, g, FEW_SETS if T > MANY_TOKENS else SETS)
         found = [_captured(calls, g.device, wanted) for wanted in (False, True)]
         # Codes of h that lie between two round to either.
         kind = torch.float8_e4m3fn if weights.keywords.get("x_format") else torch.bfloat16
@@ -106,6 +154,19 @@ def _cost(case: Case, name: str, T: int, weights: Weights, g: torch.Generator) -
         layer=case.name, format=name, tokens=T, us=times[0], invariant_us=times[1],
         backends=(found[0].backend, found[1].backend),
     )  # fmt: skip
+
+
+def _calls(
+    case: Case, T: int, weights: Weights, g: torch.Generator, sets: int
+) -> list[partial[Tensor]]:
+    """Calls of a layer with so many sets of tokens."""
+    calls = []
+    for _ in range(sets):
+        routed = make_routed(replace(case, T=T), T, "uniform", torch.bfloat16, g)
+        tensors = (routed.x_TD, routed.weights_TK, routed.ids_TK)
+        args = (*tensors, weights.w13_EFD, weights.w2_EDI)
+        calls.append(partial(experts, *args, **weights.keywords))
+    return calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +241,41 @@ def add(options: argparse.ArgumentParser) -> None:
     options.add_argument("--tokens", nargs="+", type=int, default=[*TOKENS])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     options.add_argument("--device", default=default, choices=("cuda", "cpu"))
+    options.add_argument(
+        "--jobs", type=int, default=0, help="processes that compile ahead on a GPU; none by default"
+    )
 
 
 def measure_invariant(args: argparse.Namespace) -> dict[str, Any]:
-    cases = [LAYERS[name] for name in args.layer]
-    found = [*measure(cases, args.formats, args.tokens, torch.device(args.device))]
+    """Measure the cells that the file of `--json` lacks, and write it behind each of them."""
+    cases, device = [LAYERS[name] for name in args.layer], torch.device(args.device)
+    on = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    path = Path(args.json) if args.json else None
+    found = [] if path is None else earlier(path, on)
+    known = {c.key for c in found}
+    if args.jobs and device.type == "cuda":
+        compile_all(cases, args.formats, args.tokens, args.jobs)
+    for cost in measure(cases, args.formats, args.tokens, device, known):
+        found.append(cost)
+        if path is not None:
+            write(path, figures(on, found))
     if found:
         print(table(found))
-    return {"invariant": [asdict(c) | {"ratio": c.ratio} for c in found]}
+    return figures(on, found)
+
+
+def figures(device: str, found: Sequence[Cost]) -> dict[str, Any]:
+    return {"device": device, "invariant": [asdict(c) | {"ratio": c.ratio} for c in found]}
+
+
+def earlier(path: Path, device: str) -> list[Cost]:
+    """The cells in a file, none if there is none. Raises ValueError if it is of another device."""
+    if not path.exists():
+        return []
+    held = json.loads(path.read_text())
+    if held["device"] != device:
+        raise ValueError(f"{path} is of {held['device']}, this is {device}; {REMEDY}")
+    return [
+        Cost(**{f.name: cell[f.name] for f in fields(Cost)} | {"backends": tuple(cell["backends"])})
+        for cell in held["invariant"]
+    ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -29,7 +32,7 @@ def test_cells_of_a_layer(
         (name, T) for name in (names[0], names[2]) for T in (1, 3)
     ]
     assert all(c.us > 0 and c.ratio == c.invariant_us / c.us for c in found)
-    assert "int8:1x128 is not measured: " in capsys.readouterr().out
+    assert "int8:1x128 of small is not measured: " in capsys.readouterr().out
 
 
 def test_a_format_has_a_geometric_mean_and_a_largest_ratio() -> None:
@@ -44,3 +47,26 @@ def test_options() -> None:
         ["invariant", "--layer", "olmoe", "--formats", "mxfp4+mxfp8", "--tokens", "1", "2"]
     )
     assert (args.layer, args.formats, args.tokens) == (["olmoe"], ["mxfp4+mxfp8"], [1, 2])
+
+
+def test_a_run_goes_on_in_the_file_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(timing.SECONDS, "cpu", 0.001)
+    monkeypatch.setitem(invariant.LAYERS, "olmoe", SMALL)
+    path = tmp_path / "costs.json"
+    line = ["invariant", "--layer", "olmoe", "--formats", "bfloat16", "--json", str(path)]
+    first = invariant.measure_invariant(parse([*line, "--tokens", "1", "--device", "cpu"]))
+    assert json.loads(path.read_text()) == json.loads(json.dumps(first))
+    both = invariant.measure_invariant(parse([*line, "--tokens", "1", "2", "--device", "cpu"]))
+    assert both["invariant"][0] == first["invariant"][0]
+    assert [cell["tokens"] for cell in both["invariant"]] == [1, 2]
+    with pytest.raises(ValueError, match="is of cpu, this is another; choose another file"):
+        invariant.earlier(path, "another")
+
+
+def test_what_no_invariant_call_takes_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "float8_e4m3fn:row+float8_e4m3fn:tensor"
+    invariant.call_once(SMALL, name, [1], "cpu")  # where kernels are compiled ahead, nothing
+    assert not [*invariant.measure([SMALL], [name], [1], torch.device("cpu"))]
+    assert f"{name} of small is not measured: no backend" in capsys.readouterr().out

@@ -15,7 +15,6 @@ def fill(page: str, folder: Path) -> str:
 
 
 def tables(figures: dict[str, Any]) -> str:
-    versions = f"torch {figures['torch']}, triton {figures['triton']}"
     cells = figures["invariant"]
     tokens = sorted({c["tokens"] for c in cells})
     rows = []
@@ -24,7 +23,7 @@ def tables(figures: dict[str, Any]) -> str:
             own = {c["tokens"]: c for c in cells if (c["format"], c["layer"]) == (name, layer)}
             rows.append([f"`{name}`", layer, *(_cell(own.get(T)) for T in tokens)])
     parts = [
-        f"One {figures['device']}, {versions}:",
+        f"One {figures['device']}, torch {figures['torch']}:",
         f"    {figures['command']}",
         blocks.table(["format", "layer", *map(str, tokens)], rows),
         means(cells),
