@@ -89,7 +89,7 @@ DEVICES = {
     d.name: d
     for d in (
         _hopper("NVIDIA H200", 4.26e12, 780e12, 1430e12),
-        _hopper("NVIDIA H100 80GB HBM3", 2.43e12, 739e12, 1344e12),
+        _hopper("NVIDIA H100 80GB HBM3", 3.03e12, 790e12, 1395e12),
     )
 }
 # Of other GPUs: bfloat16 operations of a multiprocessor in a cycle, by compute capability, and the
