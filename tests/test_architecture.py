@@ -100,8 +100,7 @@ MAY_IMPORT = {
     "warm": May(frozenset({"compiler", "installed", "passes", "planning"}), TRITON),
     "exporting": May(OP | {"decode_ops", "hf", "quant"}, RUNTIMES),
     "estimate": May(
-        LOW
-        | {"ops", "decode_ops", "quant", "planning", "hf", "forward", "generation", "installed"}
+        LOW | {"ops", "decode_ops", "quant", "planning", "hf", "forward", "generation", "installed"}
     ),
     "conformance": May(OP | {"planning", "quant", "testing"}, frozenset({"torch", "pytest"})),
     "invariant": May(frozenset({"compiler", "forward", "interop", "passes"})),

@@ -40,7 +40,7 @@ from moe_ops.generation.steps import Tools
 from moe_ops.generation.wide import WIDTHS, width_for
 from moe_ops.graphs.report import StepsReport
 from moe_ops.interop.subclass import subclass
-from moe_ops.registry.invariance import INVARIANT, invariant
+from moe_ops.registry.invariance import INVARIANT, UNPLANNED, invariant
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -87,7 +87,9 @@ class Generation:
         """A call of `generate`, and what tells its leases: one at a time, on whichever stream; a
         call may contain another."""
         tools = self.decoder.tools
-        with self.lock, invariant(tools.batch_invariant or INVARIANT.get()):
+        if INVARIANT.get() and not tools.batch_invariant:
+            raise RuntimeError(UNPLANNED)
+        with self.lock, invariant(tools.batch_invariant):
             device = self.decoder.model.device
             if self.done is not None and device.type == "cuda":
                 torch.cuda.current_stream(device).wait_event(self.done)

@@ -33,6 +33,12 @@ INVARIANT: ContextVar[bool] = ContextVar("moe_ops_batch_invariant", default=Fals
 # asked when it runs.
 PLANNED = "invariant;"
 
+# Of code that was compiled without the option and runs in a block that asks for it.
+UNPLANNED = (
+    "using(batch_invariant=True) does not reach into compiled code; give batch_invariant=True to "
+    "moe_ops.compile, moe_ops.inductor_options or the layer"
+)
+
 DEFINITION = "definition"
 
 
@@ -58,15 +64,19 @@ def invariant(wanted: bool = True) -> Iterator[None]:
 
 
 def as_planned(plan: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """What runs a record as a plan says: `run`, in which every call is invariant if this one is."""
-    if not plan.startswith(PLANNED):
-        return run
+    """What runs a record as a plan says: `run`, in which every call is invariant if this one is.
+    One that is not raises RuntimeError in a block of `invariant`, which cannot change its plan."""
 
     def ran(call: Any) -> Any:
         with invariant():
             return run(call)
 
-    return ran
+    def ran_as_ever(call: Any) -> Any:
+        if INVARIANT.get():
+            raise RuntimeError(UNPLANNED)
+        return run(call)
+
+    return ran if plan.startswith(PLANNED) else ran_as_ever
 
 
 def invariant_if(wanted: bool, op: Any) -> Callable[..., Any]:

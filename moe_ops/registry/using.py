@@ -24,6 +24,7 @@ def using(
     docs/INVARIANCE.md. None leaves that as it is around the block.
 
     Ops in a graph that `moe_ops.compile` made keep the backends of its plan; force those there.
+    One that was made without batch_invariant raises RuntimeError in a block that asks for it.
 
     A backend that runs calls by several paths takes one of them by its name, too, such as
     "triton.grouped/wgmma"; `python -m moe_ops backends` lists them.

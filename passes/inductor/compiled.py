@@ -24,7 +24,7 @@ from moe_ops.ops.by_choice import ask_in_graphs
 from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.inductor.sizes import call_oblivious
 from moe_ops.passes.rewriting.context import Options
-from moe_ops.registry.invariance import INVARIANT, invariant
+from moe_ops.registry.invariance import INVARIANT, UNPLANNED, invariant
 from moe_ops.terminal import one_call, waiting_for
 
 log = logging.getLogger("moe_ops")
@@ -130,12 +130,14 @@ class Compiled:
         # Inside a larger model, it is that model's compiler that decides.
         if torch.compiler.is_compiling():
             return self._traced(*args, **kwargs)
+        if INVARIANT.get() and not self.batch_invariant:
+            raise RuntimeError(UNPLANNED)
         if self.before is not None:
             self.before()
         model = getattr(self.function, "__self__", None)
         if model is not None:
             begin(model, args, kwargs)
-        with one_call(), invariant(self.batch_invariant or INVARIANT.get()):
+        with one_call(), invariant(self.batch_invariant):
             out = self._run(*args, **kwargs)
         if self.after is not None:
             self.after()

@@ -129,6 +129,15 @@ def test_nothing_falls_back_where_it_has_to_be_batch_invariant(model: Any, ids: 
     assert compiled_graphs() == 0
 
 
+def test_a_block_does_not_reach_into_a_compiled_model(model: Any, ids: Tensor) -> None:
+    twin = moe_ops.compile(model)
+    with moe_ops.using(batch_invariant=True), torch.no_grad():
+        for call in (lambda: twin(ids), lambda: twin.generate(ids, **PLAIN)):
+            with pytest.raises(RuntimeError, match=r"give batch_invariant=True to moe_ops.compile"):
+                call()
+    assert compiled_graphs() == 0
+
+
 def test_nor_a_model_without_steps(ids: Tensor) -> None:
     sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
     model = T5ForConditionalGeneration(T5Config(**sizes, num_heads=4, decoder_start_token_id=0))

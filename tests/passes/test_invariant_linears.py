@@ -114,3 +114,15 @@ def test_options_alone_do_not_reach_a_graph_with_gradients() -> None:
         compiled(x)
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_a_block_does_not_reach_into_a_graph() -> None:
+    x_TD, compiled = (
+        torch.randn(4, 64),
+        torch.compile(
+            moe_ops.MoELayer(4, 2, 64, 32, internal_gate=True), options=moe_ops.inductor_options()
+        ),
+    )
+    reached = pytest.raises(RuntimeError, match="does not reach into compiled code")
+    with torch.no_grad(), moe_ops.using(batch_invariant=True), reached:
+        compiled(x_TD)

@@ -104,5 +104,13 @@ def test_plan_says_that_it_is_invariant(twice: Op) -> None:
     assert float(planned(torch.zeros(9, 1), plan="4:few,:wide")[0, 0]) == -4
 
 
+def test_compiled_code_of_others_raises_in_a_block(twice: Op) -> None:
+    planned, x = torch.ops.moe_ops.twice_or_so.planned, torch.zeros(9, 1)
+    with invariant():
+        assert float(planned(x, plan=f"{PLANNED}4:few,:wide")[0, 0]) == 4
+        with pytest.raises(RuntimeError, match="does not reach into compiled code; give batch_"):
+            planned(x, plan="4:few,:wide")
+
+
 def test_refused_is_no_name() -> None:
     assert isinstance(Refused("why"), str) and not isinstance("why", Refused)
