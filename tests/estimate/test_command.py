@@ -14,6 +14,7 @@ from moe_ops.estimate import here
 from moe_ops.estimate.fit import Call, Times
 from moe_ops.estimate.formats import formats_of
 from moe_ops.estimate.measured import Formats, shipped
+from moe_ops.estimate.reckon import Asked, estimate
 from moe_ops.estimate.sizes import sizes_of
 from moe_ops.estimate.text import WIDTH
 from moe_ops.planning import tune
@@ -167,3 +168,18 @@ def test_experts_that_were_not_measured_are_taken_in_proportion() -> None:
     least = [here.floor(experts, Formats(), t, rates).us for t in (256, 64)]
     prompt = found.prompt(call, Times(parts={}))
     assert prompt.parts["experts"] == pytest.approx(2 * 40.0 * least[0] / least[1] / 1e3)
+
+
+def test_no_part_takes_less_than_its_least_time() -> None:
+    """Which goes by copies, and experts that were measured may read faster."""
+    sizes, rates = sizes_of(of_example("tiny")), shipped().rates[0]
+    experts = sizes.layers[0].experts
+    assert experts is not None
+    fast = here.Here(
+        device="x", rates=rates, is_gpu=True, experts_us={(experts, 1): 1e-6, (experts, 4): 1e-6}
+    )
+    asked = Asked(sizes=sizes, formats=Formats(), batches=(1,), prompt=4, tokens=8)
+    (row,) = estimate(asked, shipped(), "x", fast).rows
+    for of in (row.step, row.prompt):
+        assert all(0 < work.floor_ms <= of.parts[work.part] for work in of.work)
+        assert of.floor_ms == sum(work.floor_ms for work in of.work)
