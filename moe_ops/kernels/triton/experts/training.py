@@ -19,11 +19,11 @@ from moe_ops.kernels.triton import LINEAR, Act
 from moe_ops.kernels.triton.activate import activate_rows
 from moe_ops.kernels.triton.activate_backward import activate_backward, fill
 from moe_ops.kernels.triton.experts.adapters import Adapters, Added, Pair, added_rows, turned
-from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded
+from moe_ops.kernels.triton.experts.operands.dequantized_weights import decoded, decoded13
 from moe_ops.kernels.triton.experts.products.grouped import product, tile_rows
 from moe_ops.kernels.triton.experts.schedule.combine import sum_rows
 from moe_ops.kernels.triton.experts.schedule.sort import sort_pairs
-from moe_ops.kernels.triton.experts.schedule.tile_map import tile_map
+from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap, tile_map
 from moe_ops.kernels.triton.experts.weights import Experts
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
@@ -65,21 +65,48 @@ def _saving(
     """(out_TD, y_RF, what both products added, rows_R, ends_E)."""
     (w13, *_, b13_EF), (w2, *_, b2_ED), act = layer.stack13, layer.stack2, layer.act
     (T, K), (E, D, _), new = ids_TK.shape, layer.sizes, x_TD.new_empty
-    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
-    order, (pair13, pair2) = (rows_R, ends_E), _pairs(adapters)
-    y_RF, y_RD = new(T * K, w13.shape[1]), new(T * K, D)
-    added13 = added_rows(x_TD, order, adapters, pair13, K, E, of_tokens=True)
-    tiles = None
-    if T > 0:
-        tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, wgmma[0]))
-    args = x_TD, rows_R, ends_E, w13, b13_EF, y_RF, K, LINEAR, tiles, wgmma[0]
-    product(*args, added=added13)
+    y_RF, added13, tiles, (rows_R, inverse_R, ends_E) = _first(
+        x_TD, ids_TK, expert_map, w13, b13_EF, adapters, wgmma[0]
+    )
+    order, (_, pair2), y_RD = (rows_R, ends_E), _pairs(adapters), new(T * K, D)
     h_RI = activate_rows(y_RF, rows_R, act)
     added2 = added_rows(h_RI, order, adapters, pair2, K, E, of_tokens=False, weights_TK=weights_TK)
     args = h_RI, None, ends_E, w2, b2_ED, y_RD, None, LINEAR, tiles, wgmma[1]
     product(*args, added=added2)
     out_TD = sum_rows(y_RD, inverse_R, weights_TK, K) if T > 0 else new(0, D)
     return out_TD, y_RF, added13, added2, rows_R, ends_E
+
+
+@on_its_device
+def first_rows(
+    x_TD: Tensor, ids_TK: Tensor, expert_map: Tensor | None, layer: Experts, wgmma: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y_RF, rows_R, ends_E): what the `experts_saving` op keeps, without its result. Codes of the
+    first weight are decoded first. `wgmma`: whether the kernel for Hopper runs the product."""
+    w13 = layer.stack13[0] if layer.codes is None else decoded13(layer, x_TD.dtype)
+    y_RF, _, _, (rows_R, _, ends_E) = _first(
+        x_TD, ids_TK, expert_map, w13, layer.b13_EF, None, wgmma
+    )
+    return y_RF, rows_R, ends_E
+
+
+def _first(
+    x_TD: Tensor, ids_TK: Tensor, expert_map: Tensor | None, w13: Tensor, b13_EF: Tensor | None,
+    adapters: Adapters | None, wgmma: bool,
+) -> tuple[Tensor, Added, TileMap | None, tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """(y_RF, what its product added, the table of its tiles, (rows_R, inverse_R, ends_E)), of a
+    weight [E, F, D]."""
+    (T, K), E = ids_TK.shape, w13.shape[0]
+    rows_R, inverse_R, ends_E = sort_pairs(ids_TK, E, expert_map)
+    order, (pair13, _) = (rows_R, ends_E), _pairs(adapters)
+    y_RF = x_TD.new_empty(T * K, w13.shape[1])
+    added = added_rows(x_TD, order, adapters, pair13, K, E, of_tokens=True)
+    tiles = None
+    if T > 0:
+        tiles = tile_map(ends_E, T * K, tile_rows(x_TD, T * K, w13, wgmma))
+    args = x_TD, rows_R, ends_E, w13, b13_EF, y_RF, K, LINEAR, tiles, wgmma
+    product(*args, added=added)
+    return y_RF, added, tiles, (rows_R, inverse_R, ends_E)
 
 
 @on_its_device

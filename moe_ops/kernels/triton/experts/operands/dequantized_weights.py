@@ -149,11 +149,18 @@ def decode(
 
 def decoded(layer: Experts, dtype: torch.dtype) -> Experts:
     """The layer with its codes decoded to floats."""
-    c, (_, D, I) = layer.codes, layer.sizes
+    c, (_, _, I) = layer.codes, layer.sizes
     assert c is not None
     return replace(
         layer,
-        w13_EFD=decode(layer.w13_EFD, layer.stack13[1:4], c.weight, D, dtype, layer.shared13),
+        w13_EFD=decoded13(layer, dtype),
         w2_EDI=decode(layer.w2_EDI, layer.stack2[1:4], c.weight, I, dtype),
         codes=None,
     )
+
+
+def decoded13(layer: Experts, dtype: torch.dtype) -> Tensor:
+    """The codes of the first weight decoded to floats."""
+    c, (_, D, _) = layer.codes, layer.sizes
+    assert c is not None
+    return decode(layer.w13_EFD, layer.stack13[1:4], c.weight, D, dtype, layer.shared13)
