@@ -257,6 +257,7 @@ UNNAMED_PARAMETERS = {
         "moe_ops/backends/triton_adapters.py: _launch_backward",
         "moe_ops/backends/triton_training.py: _launch_saving",
         "moe_ops/backends/triton_training.py: _launch_backward",
+        "moe_ops/backends/triton_twice.py: _launch_first",
     },
     "tensors by the names that an error gives them": {
         "moe_ops/ops/expert_gemm.py: _check_absent",

@@ -28,6 +28,7 @@ from moe_ops.backends import (
     triton_ranks,
     triton_routing,
     triton_training,
+    triton_twice,
 )
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "cpu_stages", "dequantize", "flashinfer", "over_ranks", "push", "triton", "triton_adapters",
     "triton_batched", "triton_decode", "triton_decoded", "triton_gemm", "triton_linears",
     "triton_quantize", "triton_ranks", "triton_routing", "triton_training",
+    "triton_twice",
 ]  # fmt: skip

@@ -32,6 +32,7 @@ layers are computed by one path, whatever the number of rows.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,6 +145,11 @@ def of_floats(call: ExpertsCall) -> str:
 def of_products(dtype: torch.dtype) -> str:
     """How the grouped products of this dtype are added."""
     return FLOAT32 if dtype == torch.float32 else IN_ORDER
+
+
+def of_training(call: Any) -> str:
+    """How the products of a forward that trains are rounded and their rows summed."""
+    return Refused("rounds or sums otherwise than `experts`, whose bits it is to give")
 
 
 def _adds_biases(call: ExpertsCall) -> bool:

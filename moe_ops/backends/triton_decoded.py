@@ -8,7 +8,7 @@ from torch import Tensor
 from moe_ops.backends import reads, triton_adapters
 from moe_ops.backends.triton import supports_many
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
-from moe_ops.backends.triton_arithmetic import of_products
+from moe_ops.backends.triton_arithmetic import of_training
 from moe_ops.ops.experts_backward import ExpertsBackwardCall, experts_backward
 from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.registry.gradients import needs_grad
@@ -24,7 +24,7 @@ def supports_saving(call: ExpertsSavingCall) -> str | None:
 
 @experts_saving.backend(
     NAME, reads=READS, supports=supports_saving, devices=("cuda",), priority=1,
-    arithmetic=lambda call: of_products(call.layer.dtype),
+    arithmetic=of_training,
 )  # fmt: skip
 def launch_saving(call: ExpertsSavingCall) -> Four:
     """`experts_saving` by the products of triton.grouped, of weights that are decoded first."""

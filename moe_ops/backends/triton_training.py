@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_ops.backends import reads
 from moe_ops.backends.strides import contiguous, with_rows
 from moe_ops.backends.triton_ahead import Before, compiles_ahead
-from moe_ops.backends.triton_arithmetic import of_products
+from moe_ops.backends.triton_arithmetic import of_training
 from moe_ops.backends.triton_device import FLOATS, either, refuse_device
 from moe_ops.backends.triton_hopper import refuse_gemm, refuse_wgrad, refused_products
 from moe_ops.backends.triton_support import supports_experts
@@ -138,7 +138,7 @@ def supports_saving(call: ExpertsSavingCall) -> str | None:
 
 @experts_saving.backend(
     "triton", reads=reads.FLOAT_EXPERTS, supports=supports_saving, devices=("cuda",), priority=1,
-    arithmetic=lambda call: of_products(call.layer.dtype),
+    arithmetic=of_training,
 )  # fmt: skip
 def launch_saving(call: ExpertsSavingCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`experts_saving` by the products of triton.grouped; tokens are read where they are."""

@@ -35,12 +35,14 @@ from moe_ops.kernels.triton import replay
 from moe_ops.kernels.triton.shadows import Shadow, Shadows, shadow_of
 from moe_ops.ops.experts import ExpertsCall, experts
 from moe_ops.ops.experts_adapted import ExpertsAdaptedCall, experts_adapted
+from moe_ops.ops.experts_saving import ExpertsSavingCall, experts_saving
 from moe_ops.ops.quantize import QuantizeCall, quantize
 from moe_ops.ops.route import RouteCall, route
 from moe_ops.ops.route_recording import RouteRecordingCall, route_recording
 from moe_ops.ops.route_replaying import RouteReplayingCall, route_replaying
 from moe_ops.planning import choose
 from moe_ops.planning.plan import written
+from moe_ops.registry.invariance import PLANNED, invariant
 from moe_ops.testing import LAYERS
 from tests.kernels.offline import SHARED_MEMORY
 from tests.kernels.offline_adapters import adapter_of
@@ -67,6 +69,10 @@ def codes(layer: str, w_format: str, x_format: str = "", static: int = 0) -> Any
 def _onto(T: int) -> ExpertsOntoCall:
     layer = layer_call(LAYERS["qwen3_30b"], T, True)
     return ExpertsOntoCall(residual_TD=torch.empty_like(layer.x_TD), layer=layer)
+
+
+def _trained(of: Callable[[int], ExpertsCall]) -> Callable[[int], ExpertsSavingCall]:
+    return lambda T: ExpertsSavingCall(of(T))
 
 
 def _adapted(
@@ -133,6 +139,10 @@ CALLS: dict[str, tuple[Any, Callable[[int], Any]]] = {
     "qwen3_30b emulated nvfp4": (experts, codes("qwen3_30b", "nvfp4", "nvfp4")),
     "gpt_oss_20b emulated mxfp8": (experts, codes("gpt_oss_20b", "mxfp4", "mxfp8")),
     "onto": (experts_onto, _onto),
+    "qwen3_30b trained": (experts_saving, _trained(floats("qwen3_30b"))),
+    "qwen3_30b int4 trained": (
+        experts_saving, _trained(codes("qwen3_30b", "int4:1x128:bfloat16")),
+    ),
     "qwen3_30b adapted": (experts_adapted, _adapted(floats("qwen3_30b"), 16, 0)),
     "olmoe adapted apart": (experts_adapted, _adapted(floats("olmoe"), 64, 3)),
     "qwen3_30b int4 adapted": (
@@ -144,6 +154,7 @@ CALLS: dict[str, tuple[Any, Callable[[int], Any]]] = {
     "quantize by tensor": (quantize, _quantized("int8:tensor")),
     "quantize to mxfp4": (quantize, _quantized("mxfp4")),
 }  # fmt: skip
+TRAINED = (experts_saving,)  # whose calls are batch invariant
 
 
 @dataclass
@@ -218,9 +229,10 @@ def plan_of(op: Any, call: Any) -> str:
 def called(capability: int, name: str, compiler: Compiler) -> Iterator[tuple[str, Any]]:
     """The plan of a call, and a function that runs it for so many rows."""
     op, call_of = CALLS[name]
-    with absent(capability, compiler):
+    with absent(capability, compiler), invariant(op in TRAINED):
         plan = plan_of(op, on_gpu(call_of(1)))
         plan = plan if ":" in plan else f":{plan}"
+        plan = f"{PLANNED}{plan}" if op in TRAINED else plan
 
         def call(rows: int) -> None:
             op._run_planned(*op.arguments.flat(on_gpu(call_of(rows))), plan=plan)

@@ -19,6 +19,7 @@ MODULE = "tests.kernels.offline_ahead"
 # Calls of `offline_ahead.py`, with the rows of the first one.
 FLOATS = ("qwen3_30b", "onto", "route", "route recorded", "route replayed")
 ADAPTED = ("qwen3_30b adapted", "olmoe adapted apart", "qwen3_30b int4 adapted")
+TRAINED = ("qwen3_30b trained", "qwen3_30b int4 trained")
 CODES = ("qwen3_30b mxfp4", "dsv3_ep8 float8 with float8", "quantize by tensor")
 OTHER_FLOATS = (
     "qwen3_next float16", "mixtral_8x7b", "dsv3_ep8 full", "gpt_oss_20b transposed",
@@ -35,6 +36,7 @@ GROUPS = {
     "floats for Hopper": (90, 1, FLOATS),
     "codes for Hopper": (90, 600, CODES),
     "adapters for Hopper": (90, 1, ADAPTED),
+    "training for Hopper": (90, 1, TRAINED),
     "floats for Hopper, many rows first": (90, 600, FLOATS),
     "other floats for Hopper": (90, 600, OTHER_FLOATS),
     "other codes for Hopper": (90, 1, OTHER_CODES),
