@@ -249,6 +249,37 @@ def test_layers_compiled_and_in_eager_code(quant: str | None) -> None:
                 assert torch.equal(bits(got), bits(want)), rows
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_training_forward_has_the_bits_of_generate(compiled: bool) -> None:
+    """Of a layer with its gate; the graph of one that trains has the option of `compile`."""
+    options = {"internal_gate": True, "dtype": BF16, "batch_invariant": not compiled}
+    layer = randomize(moe_ops.MoELayer(16, 4, 512, 256, **options)).cuda()
+    run_layer = moe_ops.compile(layer, batch_invariant=True) if compiled else layer
+    x_TD = torch.randn(300, 512, device="cuda", dtype=BF16)
+    with torch.no_grad():
+        want = run_layer(x_TD)
+    for rows in (1, 2, 40, 300):
+        got = run_layer(x_TD[300 - rows :].clone())
+        assert got.requires_grad
+        assert torch.equal(bits(got.detach()), bits(want[300 - rows :])), rows
+        got.float().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in layer.parameters())
+
+
+@pytest.mark.parametrize("formats", [("", ""), *(f for f in FORMATS if not f[1])], ids=ids)
+def test_tokens_that_train_on_frozen_experts(formats: tuple[str, str]) -> None:
+    call = call_for(formats, LONG)
+    with moe_ops.using(batch_invariant=True):
+        want = run(call)
+        for rows in (1, 5, 96):
+            routed = {n: getattr(call, n)[:rows].clone() for n in ("x_TD", "weights_TK", "ids_TK")}
+            few = replace(call, **routed)
+            few.x_TD.requires_grad_()
+            got = experts(*experts.arguments.flat(few))
+            assert got.requires_grad
+            assert torch.equal(bits(got.detach()), bits(want[:rows])), rows
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_tokens_and_logits_of_a_prompt(family: str) -> None:
     """Alone, and beside prompts that are as long."""
