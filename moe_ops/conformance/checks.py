@@ -126,10 +126,15 @@ def plans(call: Call) -> None:
     n, name = call.op.arguments.rows(record), call.backend.name
     texts = [name, f":{name}", f"{n}:{name},:reference"]
     texts += [f"{n - 1}:reference,:{name}"] if n > 1 else []
-    for plan in texts:
+    for plan in map(_of_the_mode, texts):
         args = call.copies()
         got = call.ran(lambda *a, plan=plan: call.op.planned(*a, plan=plan), args)
         call.compare(got, args, f" by the plan {plan!r}")
+
+
+def _of_the_mode(plan: str) -> str:
+    """A plan as calls of the kind that is checked have it, which may be invariant ones alone."""
+    return f"{PLANNED}{plan}" if INVARIANT.get() else plan
 
 
 def choices(call: Call) -> str | None:
@@ -158,9 +163,9 @@ def choices(call: Call) -> str | None:
 
 def compiled(call: Call) -> None:
     """It runs in a graph of torch.compile with sizes that are not known."""
-    name, args = call.backend.name, call.copies()
+    plan, args = _of_the_mode(call.backend.name), call.copies()
     # What was compiled before stays, and counts towards no limit of this.
-    run = with_own_code_object(lambda *a: call.op.planned(*a, plan=name), "conformance")
+    run = with_own_code_object(lambda *a: call.op.planned(*a, plan=plan), "conformance")
     made = torch.compile(run, backend="aot_eager", dynamic=True, fullgraph=True)
     call.compare(call.ran(made, args), args, " of a compiled graph")
 
