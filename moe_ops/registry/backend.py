@@ -17,7 +17,7 @@ from moe_ops.registry.layouts import Layout
 
 LAYOUT = "layout"  # the argument of an op that names the layout of its weights
 ONLY_INVARIANT = (
-    "is for calls that have to be batch invariant; using(batch_invariant=True) asks for"
+    "is for calls that have to be batch invariant, which using(batch_invariant=True) asks for"
 )
 ALIGNMENT = 16  # bytes, the most that a kernel reads at once
 PLAIN = (Tensor, torch.nn.Parameter)  # tensors that have memory

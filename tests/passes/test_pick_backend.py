@@ -274,7 +274,7 @@ BAD = {
     "zero": (((0, "cpu"), (None, "aten")), "with ascending numbers above 0"),
     "unknown": (
         ((8, "gpu"), (None, "cpu")),
-        "thresholds name gpu, but the backends of experts and moe are aten, cpu, .*reference",
+        "name gpu, but the backends of experts and moe are aten, by_row, cpu, .*reference",
     ),
 }
 

@@ -98,7 +98,7 @@ def test_a_bad_option_is_refused_where_it_is_given(
 
 
 def test_the_closest_backend_is_told() -> None:
-    with pytest.raises(ValueError, match=r"aten, cpu, .*reference.*; did you mean 'cpu'\?"):
+    with pytest.raises(ValueError, match=r"aten, by_row, cpu, .*reference.*; did you mean 'cpu'\?"):
         moe_ops.inductor_options(thresholds=[[None, "cpuu"]])
 
 
