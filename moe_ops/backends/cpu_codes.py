@@ -92,8 +92,7 @@ def refusal_of_one_scale(call: ExpertsCall) -> str | None:
     """Why all rows of an input decide the scale of each, or None."""
     if not call.x_format or Format.of(call.x_format).group != TENSOR:
         return None
-    given = call.x_scale is not None or call.x_scale_TG is not None
-    return None if given and call.h_scale is not None else ONE_SCALE
+    return None if call.has_input_scales else ONE_SCALE
 
 
 ONE_SCALE = (

@@ -61,8 +61,7 @@ def refuse_dynamic(call: ExpertsCall) -> str | None:
     """Why inputs are rounded by what is known of other rows, or None."""
     inputs = inputs_of(call)
     of = scaled(call) if inputs is None else inputs.scale
-    given = call.x_scale is not None or call.x_scale_TG is not None
-    return DYNAMIC if of == "tensor" and not (given and call.h_scale is not None) else None
+    return DYNAMIC if of == "tensor" and not call.has_input_scales else None
 
 
 def in_place(call: ExpertsCall) -> ExpertsCall:

@@ -11,14 +11,14 @@ import argparse
 import itertools
 import json
 import logging
-import math
 import multiprocessing
+import statistics
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,13 +81,15 @@ def measure(
     call takes, are left out, with a word."""
     for case, name in itertools.product(cases, names):
         asked = [T for T in tokens if (case.name, name, T) not in known]
+        if not asked:
+            continue
         try:
             quant = fitting(case, name)
             g = torch.Generator(device).manual_seed(SEED)
-            weights = make_weights(case, torch.bfloat16, g, quant) if asked else None
+            weights = make_weights(case, torch.bfloat16, g, quant)
             for T in asked:
                 progress.tell(f"{case.name} {name} {T} tokens")
-                yield _cost(case, name, T, cast(Weights, weights), g)
+                yield _cost(case, name, T, weights, g)
         except (ValueError, NotImplementedError) as error:
             print(f"{name} of {case.name} is not measured: {error}")
         progress.done()
@@ -225,7 +227,7 @@ def table(found: Sequence[Cost]) -> str:
     means = [("format", "cells", "mean ratio", "largest", "of")]
     for name in dict.fromkeys(c.format for c in found):
         of = [c for c in found if c.format == name]
-        mean = math.exp(sum(math.log(c.ratio) for c in of) / len(of))
+        mean = statistics.geometric_mean(c.ratio for c in of)
         worst = max(of, key=lambda c: c.ratio)
         where = f"{worst.layer} {worst.tokens}"
         means.append((name, str(len(of)), f"{mean:.3f}", f"{worst.ratio:.2f}", where))

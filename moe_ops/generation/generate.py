@@ -40,7 +40,7 @@ from moe_ops.generation.steps import Tools
 from moe_ops.generation.wide import WIDTHS, width_for
 from moe_ops.graphs.report import StepsReport
 from moe_ops.interop.subclass import subclass
-from moe_ops.registry.invariance import INVARIANT, UNPLANNED, invariant
+from moe_ops.registry.invariance import invariant, require_asked
 
 log = logging.getLogger("moe_ops")
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -87,8 +87,7 @@ class Generation:
         """A call of `generate`, and what tells its leases: one at a time, on whichever stream; a
         call may contain another."""
         tools = self.decoder.tools
-        if INVARIANT.get() and not tools.batch_invariant:
-            raise RuntimeError(UNPLANNED)
+        require_asked(tools.batch_invariant)
         with self.lock, invariant(tools.batch_invariant):
             device = self.decoder.model.device
             if self.done is not None and device.type == "cuda":

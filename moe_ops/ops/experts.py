@@ -89,6 +89,12 @@ class ExpertsCall:
         F = self.w13_EFD.shape[2 if self.transposed else 1]
         return self.x_TD.shape[1], F // 2 if self.gated else F
 
+    @property
+    def has_input_scales(self) -> bool:
+        """Whether the scales of x and h are given, so that none is made of all rows of a call."""
+        of_x = self.x_scale is not None or self.x_scale_TG is not None
+        return of_x and self.h_scale is not None
+
 
 # The arguments of calls whose tokens are codes. Ops around `experts` take floats.
 OF_CODES = ("x_scale_TG", "out_dtype")

@@ -89,7 +89,7 @@ def check(call: ExpertsOverRanksCall) -> None:
     check_tables(layer.x_TD, ranks.rank_of_P, ranks.slot_of_P)
     check_choice("collective", ranks.collective, (AUTO, *TRANSPORTS))
     check_rows(ranks.rows, ranks.group)
-    why = why_not_apart(layer.x_format, layer.x_scale is not None and layer.h_scale is not None)
+    why = why_not_apart(layer.x_format, layer.has_input_scales)
     if why is not None:
         raise ValueError(why)
 

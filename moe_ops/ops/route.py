@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from moe_ops.checks.shapes import (
 )
 from moe_ops.registry.formulas import Formula, Gradients
 from moe_ops.registry.invariance import INVARIANT
-from moe_ops.registry.spec import op
+from moe_ops.registry.spec import Op, op
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "logit")
 SELECT_ON = ("score", "logit")
@@ -227,12 +228,21 @@ def takes(call: RouteCall) -> bool:
     return INVARIANT.get() and call.group_fill != "zero_weight"
 
 
-route.differentiated(
-    Formula(
-        takes=takes,
-        forward=lambda call: route.part(call),
-        backward=lambda call, saved, grads, wanted: gradients(call, saved[0], grads[0], wanted),
+def formula_of(
+    op: Op, routing: Callable[[Any], RouteCall], writes: tuple[str, ...] = ()
+) -> Formula:
+    """The gradients of an op that gives weights and ids as `route` does; `routing` gives the call
+    of `route` in its record, `writes` are the arguments that it writes to."""
+    return Formula(
+        takes=lambda call: takes(routing(call)),
+        forward=lambda call: op.part(call),
+        backward=lambda call, saved, grads, wanted: gradients(
+            routing(call), saved[0], grads[0], wanted
+        ),
+        writes=writes,
         results=2,
     )
-)
+
+
+route.differentiated(formula_of(route, lambda call: call))
 route.fake(fake_impls.route)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from moe_ops import fake_impls
 from moe_ops.checks.shapes import check_float, wide_dtype
-from moe_ops.ops.route import RouteCall, gradients, route, takes
+from moe_ops.ops.route import RouteCall, formula_of, route
 from moe_ops.ops.route import check as check_route
-from moe_ops.registry.formulas import Formula
 from moe_ops.registry.spec import op
 
 MOST_EXPERTS = 2**15  # that two bytes tell apart, -1 being none
@@ -125,14 +125,6 @@ def write_rows(ring_SK: Tensor, at: Tensor, rows_TK: Tensor) -> None:
 
 
 route_recording.differentiated(
-    Formula(
-        takes=lambda call: takes(call.routing),
-        forward=lambda call: route_recording.part(call),
-        backward=lambda call, saved, grads, wanted: gradients(
-            call.routing, saved[0], grads[0], wanted
-        ),
-        writes=("ring_ids_SK", "ring_weights_SK"),
-        results=2,
-    )
+    formula_of(route_recording, attrgetter("routing"), ("ring_ids_SK", "ring_weights_SK"))
 )
 route_recording.fake(fake_impls.route_recording)

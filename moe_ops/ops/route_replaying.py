@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -14,14 +15,12 @@ from moe_ops.ops.route import (
     RouteCall,
     beyond_groups,
     finished,
-    gradients,
+    formula_of,
     route,
     score_of,
-    takes,
 )
 from moe_ops.ops.route import check as check_route
 from moe_ops.ops.route_recording import check_ids, route_first
-from moe_ops.registry.formulas import Formula
 from moe_ops.registry.invariance import INVARIANT
 from moe_ops.registry.spec import op
 
@@ -87,14 +86,5 @@ def _scores_of_rows(routing: RouteCall) -> Tensor:
     return torch.zeros_like(sorted_TE).scatter(1, ids_TE.to(torch.int64), sorted_TE)
 
 
-route_replaying.differentiated(
-    Formula(
-        takes=lambda call: takes(call.routing),
-        forward=lambda call: route_replaying.part(call),
-        backward=lambda call, saved, grads, wanted: gradients(
-            call.routing, saved[0], grads[0], wanted
-        ),
-        results=2,
-    )
-)
+route_replaying.differentiated(formula_of(route_replaying, attrgetter("routing")))
 route_replaying.fake(fake_impls.route_replaying)

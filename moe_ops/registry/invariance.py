@@ -33,12 +33,6 @@ INVARIANT: ContextVar[bool] = ContextVar("moe_ops_batch_invariant", default=Fals
 # asked when it runs.
 PLANNED = "invariant;"
 
-# Of code that was compiled without the option and runs in a block that asks for it.
-UNPLANNED = (
-    "using(batch_invariant=True) does not reach into compiled code; give batch_invariant=True to "
-    "moe_ops.compile, moe_ops.inductor_options or the layer"
-)
-
 DEFINITION = "definition"
 
 
@@ -63,17 +57,26 @@ def invariant(wanted: bool = True) -> Iterator[None]:
         INVARIANT.reset(token)
 
 
+def require_asked(compiled_so: bool) -> None:
+    """Raise RuntimeError in a block of `invariant` for code that was not compiled to be so, which
+    the block cannot change."""
+    if INVARIANT.get() and not compiled_so:
+        raise RuntimeError(
+            "using(batch_invariant=True) does not reach into compiled code; give "
+            "batch_invariant=True to moe_ops.compile, moe_ops.inductor_options or the layer"
+        )
+
+
 def as_planned(plan: str, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """What runs a record as a plan says: `run`, in which every call is invariant if this one is.
-    One that is not raises RuntimeError in a block of `invariant`, which cannot change its plan."""
+    One that is not raises RuntimeError in a block of `invariant`."""
 
     def ran(call: Any) -> Any:
         with invariant():
             return run(call)
 
     def ran_as_ever(call: Any) -> Any:
-        if INVARIANT.get():
-            raise RuntimeError(UNPLANNED)
+        require_asked(False)
         return run(call)
 
     return ran if plan.startswith(PLANNED) else ran_as_ever

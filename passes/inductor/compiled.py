@@ -24,7 +24,7 @@ from moe_ops.ops.by_choice import ask_in_graphs
 from moe_ops.passes.inductor.pipeline import HOOK, Hook, Pipeline, as_tuple
 from moe_ops.passes.inductor.sizes import call_oblivious
 from moe_ops.passes.rewriting.context import Options
-from moe_ops.registry.invariance import INVARIANT, UNPLANNED, invariant
+from moe_ops.registry.invariance import invariant, require_asked
 from moe_ops.terminal import one_call, waiting_for
 
 log = logging.getLogger("moe_ops")
@@ -130,8 +130,7 @@ class Compiled:
         # Inside a larger model, it is that model's compiler that decides.
         if torch.compiler.is_compiling():
             return self._traced(*args, **kwargs)
-        if INVARIANT.get() and not self.batch_invariant:
-            raise RuntimeError(UNPLANNED)
+        require_asked(self.batch_invariant)
         if self.before is not None:
             self.before()
         model = getattr(self.function, "__self__", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,6 @@ def means(cells: list[dict[str, Any]]) -> str:
     rows = []
     for name in dict.fromkeys(c["format"] for c in cells):
         ratios = [c["ratio"] for c in cells if c["format"] == name]
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        rows.append([f"`{name}`", str(len(ratios)), f"{mean:.3f}", f"{max(ratios):.2f}"])
+        mean = f"{statistics.geometric_mean(ratios):.3f}"
+        rows.append([f"`{name}`", str(len(ratios)), mean, f"{max(ratios):.2f}"])
     return blocks.table(["format", "cells", "mean", "largest"], rows)
