@@ -24,6 +24,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 import moe_ops
 from moe_ops.passes.inductor.compiled import pipeline_of
+from moe_ops.passes.report.summary import summarize
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families, real
 from tests.hf.overrides import EXTRA_INPUTS
@@ -222,19 +223,19 @@ def generated(model: Any, inputs: Inputs) -> Tensor:
 
 
 def found_in(model: PreTrainedModel, twin: PreTrainedModel) -> Found | None:
-    """How many layers of experts the passes found in the graph of the twin's first forward.
+    """How many layers of experts run on our ops after the twin's first forward.
 
-    None if Dynamo broke it, as layers of one code then share a graph: that of torch 2.11 does so in
-    Qwen3-Next's linear attention in float32, and in bfloat16 does not.
+    None if some are in no graph that is known: where Dynamo broke one, layers of one code share
+    what it made. That of torch 2.11 does so in Qwen3-Next's linear attention in float32, and in
+    bfloat16 does not.
     """
-    runs = pipeline_of(twin).runs
-    skipped = [run.skipped for run in runs if run.skipped]
+    pipeline = pipeline_of(twin)
+    skipped = [run.skipped for run in pipeline.runs if run.skipped]
     assert not skipped, skipped
-    if len(runs) > 1:
+    summary = summarize(type(twin).__name__, twin, pipeline.found)
+    if summary.unseen:
         return None
-    lifts = ("lift_grouped_mm", "lift_batched_mm")
-    lifted = [p.rewrites for p in runs[0].passes if p.name in lifts]
-    return Found(layers=len(families.experts(model)), ours=sum(lifted))
+    return Found(layers=len(families.experts(model)), ours=summary.on_ours)
 
 
 def distance(a: Tensor, b: Tensor) -> Tensor:

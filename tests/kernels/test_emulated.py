@@ -97,6 +97,13 @@ def test_values_are_those_of_codes(x_format: str, dtype: torch.dtype) -> None:
         assert_same(emulated(x_TD, x_format), quantized(x_TD, x_format).to(dtype))
 
 
+def test_a_global_scale_of_a_row_is_multiplied_last() -> None:
+    """As codes are decoded: times the product of both scales 21 of these values are other ones."""
+    sizes, g = torch.logspace(-2, 3, 24), torch.Generator().manual_seed(3)
+    x_TD = (torch.randn(24, 512, generator=g) * sizes[:, None]).to(DEVICE, F16)
+    assert_same(emulated(x_TD, "nvfp4"), quantized(x_TD, "nvfp4").to(F16))
+
+
 @pytest.mark.parametrize("x_format", ["nvfp4", "float8_e4m3fn:tensor"])
 @pytest.mark.parametrize("static", [0.0, 3e-3, 0.5])
 def test_static_scales(x_format: str, static: float) -> None:

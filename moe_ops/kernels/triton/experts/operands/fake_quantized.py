@@ -101,11 +101,11 @@ def emulate_groups(
             ratio_GC = x_GC * ratio_G[:, None]
         else:
             ratio_GC = tl.where(ratio_G[:, None] == 0, 0.0, tl.div_rn(x_GC, ratio_G[:, None]))
-            if static_ptr is None and SCALE == "float8_e4m3fn":
-                scale_G *= common
         value_GC = rounded(ratio_GC, LOWEST, MANTISSA, LARGEST)
         # The scale of a group with a NaN is one; a global scale that is one leaves codes of zero.
         value_GC = tl.where(ratio_GC == ratio_GC, value_GC, 0.0) * scale_G[:, None]
+        if static_ptr is None and SCALE == "float8_e4m3fn":
+            value_GC *= common  # from left to right, as codes are decoded
     else:
         ratio_GC = tl.div_rn(x_GC, common)
         ratio_GC = tl.where(common == 0, tl.where(x_GC == x_GC, 0.0, x_GC), ratio_GC)
