@@ -15,7 +15,7 @@ from moe_ops.backends import triton_formats
 from moe_ops.backends.triton_device import HALF, either, refuse_hopper
 from moe_ops.backends.triton_support import inputs_of, weight_of
 from moe_ops.kernels import gpus
-from moe_ops.kernels.triton import STEP, brings_decoder
+from moe_ops.kernels.triton import STEP, Weight, brings_decoder
 from moe_ops.ops.expert_wgrad import ExpertWgradCall
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.registry.backend import is_aligned
@@ -56,12 +56,12 @@ def refuse_streamed(
     """
     if w_format and weight.across not in STREAMED.get(weight.element, ()):
         return f"has no decoder of {w_format}"
-    whole = 16 if weight.bits == 8 else 32
+    whole = copied(weight)
     if any(width % whole for width in widths):
         return f"needs widths that {whole} divides, got {' and '.join(map(str, widths))}"
     if stride % 8:
         return f"needs rows of inputs that begin at a multiple of 8 elements, got every {stride}"
-    return _refuse_misaligned(*tensors)
+    return refuse_misaligned(*tensors)
 
 
 def refuse_row_scales(call: ExpertsCall) -> str | None:
@@ -88,7 +88,7 @@ def refuse_eight_bits(call: ExpertsCall) -> str | None:
     if refusal is None and c.x_TD.device.type == "cuda" and refuse_hopper(c.x_TD) is not None:
         got = gpus.described(c.x_TD.device)
         refusal = f"has a kernel for quantised inputs on compute capability 9.0 alone, got {got}"
-    if refusal is None and _refuse_misaligned(c.w13_EFD, c.w2_EDI) is not None:
+    if refusal is None and refuse_misaligned(c.w13_EFD, c.w2_EDI) is not None:
         refusal = "needs quantised weights that begin at a multiple of 16 bytes"
     return refusal
 
@@ -122,13 +122,25 @@ def refuse_registers(call: ExpertsCall) -> str | None:
         return f"multiplies quantised weights with inputs of 16 bits, got {_formats(call)}"
     if weight.element == "float8_e5m2" or brings_decoder(weight):
         return f"has no decoder of {weight.element}"
-    each, least = (16, 3 * STEP // 2) if weight.bits == 8 else (32, 2 * STEP)
+    each, least = copied(weight), 3 * STEP // 2 if weight.bits == 8 else 2 * STEP
     if any(width % each or width <= least for width in call.widths):
         return f"needs widths above {least} that {each} divides, got {_both(call)}"
-    least_group = 16 if weight.element == "float4_e2m1" else each
-    if weight.across != -1 and weight.across < least_group:
-        return f"needs groups of {least_group} columns or more, got {weight.across}"
-    return refuse_hopper(call.x_TD) or _refuse_misaligned(call.w13_EFD, call.w2_EDI)
+    refusal = refuse_groups(weight) or refuse_hopper(call.x_TD)
+    return refusal or refuse_misaligned(call.w13_EFD, call.w2_EDI)
+
+
+def copied(weight: Weight) -> int:
+    """The rows, and the columns, that whole copies of codes take."""
+    return 16 if weight.bits == 8 else 32
+
+
+def refuse_groups(weight: Weight) -> str | None:
+    """Why codes are not decoded in registers as a thread loads them, by the columns that share a
+    scale, or None."""
+    least = 16 if weight.element == "float4_e2m1" else copied(weight)
+    if weight.across != -1 and weight.across < least:
+        return f"needs groups of {least} columns or more, got {weight.across}"
+    return None
 
 
 def refuse_float8(call: ExpertsCall) -> str | None:
@@ -144,7 +156,7 @@ def refuse_float8(call: ExpertsCall) -> str | None:
         refusal = f"needs widths above {least} that 32 divides, got {_both(call)}"
     if refusal is not None:
         return refusal
-    return refuse_hopper(call.x_TD) or _refuse_misaligned(call.w13_EFD, call.w2_EDI)
+    return refuse_hopper(call.x_TD) or refuse_misaligned(call.w13_EFD, call.w2_EDI)
 
 
 def refuse_wgmma(call: ExpertsCall) -> str | None:
@@ -200,7 +212,7 @@ def refuse_product(
                 f"needs as many inputs as {STEP_BY_COLUMNS} divides of weights whose columns lie, "
                 f"got {widths[0]}"
             )
-    return _refuse_misaligned(a, w_ENK)
+    return refuse_misaligned(a, w_ENK)
 
 
 def refuse_gemm(x_RD: Tensor, w_EFD: Tensor) -> str | None:
@@ -233,10 +245,10 @@ def refuse_wgrad(call: ExpertWgradCall) -> str | None:
             "needs rows that begin at a multiple of 16 elements, got every "
             f"{strides[0]} and {strides[1]}"
         )
-    return refuse_hopper(a_RM) or _refuse_misaligned(a_RM, b_RN)
+    return refuse_hopper(a_RM) or refuse_misaligned(a_RM, b_RN)
 
 
-def _refuse_misaligned(*tensors: Tensor | None) -> str | None:
+def refuse_misaligned(*tensors: Tensor | None) -> str | None:
     if all(t is None or is_aligned(t) for t in tensors):
         return None
     return "needs tensors that begin at a multiple of 16 bytes"

@@ -15,13 +15,19 @@ from moe_ops.backends.triton_decode import with_rows_placed
 from moe_ops.backends.triton_device import HALF, either, refuse_hopper
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.backends.triton_gemm import refuse_codes, values_of
-from moe_ops.backends.triton_hopper import refuse_streamed
+from moe_ops.backends.triton_hopper import (
+    copied,
+    refuse_groups,
+    refuse_misaligned,
+    refuse_streamed,
+)
 from moe_ops.decode_ops.linears import MOST_ROWS
 from moe_ops.decode_ops.normed_quantized_linears import (
     NormedQuantizedLinearsCall,
     normed_quantized_linears,
 )
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
+from moe_ops.kernels.triton import MOST_TILED, brings_decoder
 from moe_ops.registry.backend import Rows
 from moe_ops.registry.gradients import needs_grad
 from moe_ops.registry.invariance import INVARIANT
@@ -71,17 +77,24 @@ def of_codes(call: Any) -> str:
     return "codes of few rows, as many times as there are"
 
 
+def most_rows(call: QuantizedLinearsCall) -> int:
+    """The most rows whose codes are decoded where they are multiplied."""
+    if INVARIANT.get():
+        return ANY_ROWS
+    return MOST_TILED if refuse_tiles(call) is None else MOST_ROWS
+
+
 @quantized_linears.backend(
     "triton",
     supports=supports_few,
-    rows=Rows(possible=lambda call: ANY_ROWS if INVARIANT.get() else MOST_ROWS),
+    rows=Rows(possible=most_rows),
     devices=("cuda",),
     priority=2,
     arithmetic=of_codes,
 )
 def multiply_few(call: QuantizedLinearsCall) -> list[Tensor]:
-    """`quantized_linears` of up to 64 rows by one launch for four weights, which decodes them in
-    registers."""
+    """`quantized_linears` of few rows by one launch for four weights, which decodes them in
+    registers; of more on Hopper in tiles."""
     from moe_ops.kernels.triton.decode.quantized_linears import run
 
     if call.x_TK.shape[0] == 0:
@@ -89,8 +102,10 @@ def multiply_few(call: QuantizedLinearsCall) -> list[Tensor]:
     invariant = INVARIANT.get()
     if invariant:
         call = replace(call, x_TK=placed(call.x_TK))
-    streams = refuse_stream(call) is None
-    return run(with_rows(call.x_TK), _layers(call), streams=streams, invariant=invariant)
+    streams, tiles = refuse_stream(call) is None, refuse_tiles(call) is None
+    return run(
+        with_rows(call.x_TK), layers_of(call), streams=streams, tiles=tiles, invariant=invariant
+    )
 
 
 def refuse_stream(call: QuantizedLinearsCall) -> str | None:
@@ -101,7 +116,21 @@ def refuse_stream(call: QuantizedLinearsCall) -> str | None:
     )
 
 
-def _layers(call: QuantizedLinearsCall) -> Any:
+def refuse_tiles(call: QuantizedLinearsCall) -> str | None:
+    """Why codes are not decoded in tiles of many rows, or None."""
+    weight = weight_of(call.w_format, "")
+    if weight.bits == 6 or weight.element == "float8_e5m2" or brings_decoder(weight):
+        return f"has no decoder of {call.w_format}"
+    each, K = copied(weight), call.x_TK.shape[1]
+    if K % each or any(w_NK.shape[0] % each for w_NK in call.weights):
+        rows = ", ".join(str(w_NK.shape[0]) for w_NK in call.weights)
+        return f"needs rows and columns of weights that {each} divides, got {rows} and {K}"
+    if len({b is None for b in call.biases}) > 1:
+        return "needs biases of all weights, or of none"
+    return refuse_hopper(call.x_TK) or refuse_groups(weight) or refuse_misaligned(*call.weights)
+
+
+def layers_of(call: QuantizedLinearsCall) -> Any:
     """What kernels take beside the input, a `Coded`."""
     from moe_ops.kernels.triton.decode.coded import Coded
 
@@ -133,9 +162,11 @@ def multiply_normed(call: NormedQuantizedLinearsCall) -> list[Tensor]:
     invariant = INVARIANT.get()
     if invariant:
         call = with_rows_placed(call)
+    linears = call.of(call.x_TK)
     return run_normed(
-        with_rows(call.x_TK), call.residual_TK, call.gain_K, call.eps, _layers(call.of(call.x_TK)),
-        call.gain_shift, streams=refuse_stream(call.of(call.x_TK)) is None, invariant=invariant,
+        with_rows(call.x_TK), call.residual_TK, call.gain_K, call.eps, layers_of(linears),
+        call.gain_shift, streams=refuse_stream(linears) is None,
+        tiles=refuse_tiles(linears) is None, invariant=invariant,
     )  # fmt: skip
 
 

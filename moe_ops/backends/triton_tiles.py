@@ -14,14 +14,19 @@ from moe_ops.kernels.triton import (
     MOST_OF_SUMS,
     STEP,
     TINY_TOKENS,
-    Weight,
     in_blocks,
     most_streamed,
 )
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
 from moe_ops.kernels.triton.experts.products.float8_tile import Float8Tile
-from moe_ops.kernels.triton.experts.products.grouped_tile import CodesTile
+from moe_ops.kernels.triton.experts.products.grouped_tile import (
+    BLOCK_MEMORY,
+    OF_A_PAIR,
+    STORED,
+    CodesTile,
+    codes_tile,
+)
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.kernels.triton.experts.products.rows import RowsTiles, Tile
 from moe_ops.kernels.triton.experts.products.tiny import TinyTiles
@@ -35,7 +40,6 @@ LONG = 8192  # columns of W2, from which on few programs have much to read
 # Of float4, those that one tile of 8 tokens serves better than two, where columns fill all steps
 # and where they do not: then loads have masks.
 MOST_OF_8, MOST_OF_8_MASKED = 7, 8
-MOST_STAGES = 16  # of a tile of codes
 BLOCK_ROWS = 32  # of blocks with scales of their own that are decoded at once
 SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
 MANY_STEPS = 2**22  # elements of W2, from which on programs have many steps to round a token in
@@ -199,20 +203,6 @@ CODES_TILES = (
     (9, CodesTile(16, 0, blocks=2)), (22, CodesTile(32, 0, blocks=2)),
     (48, CodesTile(64, 0, blocks=2)), (105, CodesTile(128, 0)), (math.inf, CodesTile(256, 0)),
 )  # fmt: skip
-CODES_ROWS = 128  # of W, of such a tile
-BLOCK_MEMORY = 227 * 1024  # bytes of shared memory of a block that has a processor of Hopper
-OF_A_PAIR = 113 * 1024  # of each of two
-STORED = 9 * 1024  # bytes of it through which outputs move
-
-
-@functools.cache
-def codes_tile(tile: CodesTile, weight: Weight) -> CodesTile:
-    """The tile with as many stages as fit; codes of six bits do not lie in shared memory."""
-    bits = weight.bits
-    columns = 64 if bits == 8 else STEP
-    stage = columns * (2 * tile.tokens + (0 if bits == 6 else CODES_ROWS * bits // 8))
-    memory = (BLOCK_MEMORY if tile.blocks == 1 else OF_A_PAIR) - STORED
-    return replace(tile, stages=stages_within(memory, stage, MOST_STAGES))
 
 
 def of_registers(

@@ -27,6 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from moe_ops.backends import triton_hopper, triton_linears, triton_tiles
@@ -51,6 +52,7 @@ from moe_ops.kernels.triton.decode import (
     quantized_linears,
     quantized_row,
     quantized_stream,
+    quantized_tiles,
     rope,
     rope_attention,
 )
@@ -137,6 +139,9 @@ def source_of(
             signature[param.name] = "constexpr"
             constants[(index,)] = value
             continue
+        if isinstance(value, TensorDescriptor):
+            signature[param.name] = type_of(value)
+            continue
         whole = isinstance(value, Tensor) or (value % 16 == 0 and not plain)
         scalar = "fp32" if isinstance(value, float) else "i32"
         signature[param.name] = TYPES[value.dtype] if isinstance(value, Tensor) else scalar
@@ -144,6 +149,12 @@ def source_of(
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     return source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def type_of(boxes: TensorDescriptor) -> str:
+    """The type that Triton has of what copies boxes."""
+    dtype = TYPES[boxes.base.dtype][1:]
+    return f"tensordesc<{dtype}{list(boxes.block_shape)},{boxes.layout!r}>"
 
 
 def used(made: Any) -> dict[str, Any]:
@@ -185,8 +196,8 @@ def compile_launches(
         for module in (
             *WITH_TRAINING, beside_sort, combine, dequantized_weights, fake_quantized, group_scales,
             latents, linears, norm, one_query, permuted, push, push_sum, quantized_linears,
-            quantized_row, quantized_stream, register_stream, rope, rope_attention, routing,
-            row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks,
+            quantized_row, quantized_stream, quantized_tiles, register_stream, rope, rope_attention,
+            routing, row_scales, rows, sort, *WITH_STATES, tiny, quantize_kernels, quantize_blocks,
             static_factors,
         ):  # fmt: skip
             patched.enter_context(patch.object(module, "pdl_options", lambda _: pdl))

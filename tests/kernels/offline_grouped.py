@@ -49,7 +49,7 @@ from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
 from tests.kernels.cubins import usage, waits_of
 from tests.kernels.gated import grouped_gated
-from tests.kernels.offline import TYPES
+from tests.kernels.offline import TYPES, type_of
 from tests.kernels.offline_float8_tokens import float8_tokens_products
 from tests.kernels.offline_sizes import FORMATS, PLAIN, TILES, D, E, I, K, empty
 
@@ -65,8 +65,7 @@ def source_of(kernel: JITFunction, args: tuple[Any, ...]) -> GluonASTSource:
             signature[param.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, TensorDescriptor):
-            dtype = TYPES[value.base.dtype][1:]
-            signature[param.name] = f"tensordesc<{dtype}{list(value.block_shape)},{value.layout!r}>"
+            signature[param.name] = type_of(value)
         else:
             signature[param.name] = TYPES[value.dtype] if isinstance(value, Tensor) else "i32"
             if isinstance(value, Tensor) or value % 16 == 0:

@@ -8,7 +8,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from moe_ops.backends.triton_linears import multiply_decoded, multiply_few, multiply_normed
+from moe_ops.backends.triton_linears import (
+    most_rows,
+    multiply_decoded,
+    multiply_few,
+    multiply_normed,
+)
 from moe_ops.decode_ops.normed_quantized_linears import NormedQuantizedLinearsCall
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall
 from moe_ops.quant.formats import Format
@@ -20,6 +25,7 @@ FORMATS = (
     ("uint4:1x32:float16", 80), ("mxfp4", 80), ("nvfp4", 80), ("mxfp6_e3m2", 80),
     ("mxfp6_e2m3", 80),
 )  # fmt: skip
+MANY = {(2048,): (256,), (4096, 512, 512): (512,)}  # rows, of these rows of weights
 SIZES = (((4096, 512, 512), 2048), ((2048,), 4096), ((20000,), 2880), ((151936,), 2048))
 
 
@@ -28,18 +34,18 @@ def calls_of_linears(capability: int) -> Iterator[tuple[str, Callable[[], object
         if capability < least:
             continue
         for sizes, K in SIZES:
-            for T in (1, 8, 16, 32, 64):
+            for T in (1, 8, 16, 32, 64, *MANY.get(sizes, ())):
                 call = functools.partial(run, T, sizes, K, format)
                 yield f"quantized linears {T} {sizes} {K} {format}", call
             for T, residual in ((1, False), (1, True), (8, True)):
                 call = functools.partial(run_normed, T, sizes, K, format, residual)
                 yield f"normed quantized linears {T} {sizes} {K} {format} {residual}", call
-        yield f"decoded {format}", functools.partial(run, 128, *SIZES[0], format)
+        yield f"decoded {format}", functools.partial(run, 1024, *SIZES[0], format)
 
 
 def run(T: int, sizes: tuple[int, ...], K: int, format: str) -> None:
     call = call_on_meta(T, sizes, K, format)
-    (multiply_few if T <= 64 else multiply_decoded)(call)
+    (multiply_few if most_rows(call) >= T else multiply_decoded)(call)
 
 
 def run_normed(T: int, sizes: tuple[int, ...], K: int, format: str, residual: bool) -> None:

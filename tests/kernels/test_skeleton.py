@@ -38,9 +38,9 @@ GIVEN = [
     (grouped_float8_tokens._grouped_float8_tokens, grouped_float8_tokens._product),
     (grouped_float8_tokens._grouped_float8_tokens, grouped_float8_tokens._boxes_of_tile),
     (grouped_float8_tokens._grouped_float8_tokens, grouped_float8_tokens._copy),
-    (grouped_registers._grouped_codes, grouped_registers._product),
-    (grouped_registers._grouped_codes, grouped_registers._boxes_of_tile),
-    (grouped_registers._grouped_codes, grouped_registers._copy),
+    (grouped_registers._grouped_codes, grouped_registers.product),
+    (grouped_registers._grouped_codes, grouped_registers.boxes_of_tile),
+    (grouped_registers._grouped_codes, grouped_registers.copy),
 ]
 
 

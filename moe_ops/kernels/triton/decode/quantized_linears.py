@@ -28,6 +28,7 @@ from moe_ops.kernels.triton.decode.quantized_stream import (
     run_stream,
     streams_row,
 )
+from moe_ops.kernels.triton.decode.quantized_tiles import run_tiles
 from moe_ops.kernels.triton.experts.formats.scales import rescaled, under_global
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.products.block_steps import add_product
@@ -46,13 +47,14 @@ MOST_COLUMNS = 64  # of a tile, all of which those of an invariant call have
 @on_its_device
 def run(
     x_TK: Tensor, layers: Coded, plan: QuantizedLinearsPlan | None = None, streams: bool = False,
-    invariant: bool = False,
+    tiles: bool = False, invariant: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """y_g = x W_gᵀ + b_g for codes that no launch still in flight writes.
 
     x: bfloat16 or float16 of up to 64 rows, in which values of codes are multiplied; sums are in
     float32, rounded once; the same in every run. One row goes to `run_row` where that decodes the
-    format, and others to `run_stream` if they may. An invariant call may have any number of rows.
+    format, and few to `run_stream` if they may; more go to `run_tiles` if they may, as many as
+    there are. An invariant call may have any number of rows.
     """
     T = x_TK.shape[0]
     if invariant:
@@ -63,6 +65,8 @@ def run(
         return run_row(x_TK, layers)
     if streams and T <= MOST_STREAMED:
         return run_stream(x_TK, layers)
+    if tiles and T > MOST_STREAMED:
+        return run_tiles(arrange(x_TK, layers.weight), x_TK.shape[1], layers)
     words = in_words(layers.weight)
     return _run(arrange(x_TK, layers.weight) if words else x_TK, x_TK.shape[1], layers, plan)
 
@@ -89,6 +93,7 @@ def run_normed(
     layers: Coded,
     gain_shift: float | None = None,
     streams: bool = False,
+    tiles: bool = False,
     invariant: bool = False,
 ) -> list[Tensor]:
     """[s, n, y_0, ...]: s and n as `linears.run_normed` makes them, and the rest `run` of n. Where
@@ -106,7 +111,11 @@ def run_normed(
     if streams and T <= MOST_STREAMED:
         norm_rows(x_TK, norm)
         return [*made, *run_stream(norm.normed, layers)]
-    n_TK = norm_rows(x_TK, norm, weight if in_words(weight) else None)
+    tiles = tiles and T > MOST_STREAMED
+    n_TK = norm_rows(x_TK, norm, weight if tiles or in_words(weight) else None)
+    if tiles:
+        assert n_TK is not None
+        return [*made, *run_tiles(n_TK, K, layers)]
     return [*made, *_run(norm.normed if n_TK is None else n_TK, K, layers, None)]
 
 

@@ -14,8 +14,16 @@ import triton
 
 from moe_ops.kernels.triton import STEP, Weight
 from moe_ops.kernels.triton.decode.linears_plan import power_below
+from moe_ops.kernels.triton.experts.products.grouped_tile import (
+    ROWS,
+    STORED,
+    CodesTile,
+    codes_tile,
+)
 from moe_ops.kernels.triton.experts.products.register_stream import Stream
 from moe_ops.kernels.triton.launch import stages_within
+
+LEAST_STEPS = 4  # of a part of the columns
 
 
 class QuantizedLinearsPlan(NamedTuple):
@@ -84,3 +92,33 @@ def plan_for(T: int, N: int, bits: int, processors: int, memory: int) -> Quantiz
         rows = 64  # which spills nothing where 32 do
     stage = STEP * (rows * bits // 8 + 2 * columns)
     return QuantizedLinearsPlan(rows, STEP, 2 if rows == 16 else 4, stages_within(memory, stage, 4))
+
+
+class TiledPlan(NamedTuple):
+    """A program has ROWS rows of weights, a tile of the input's rows and one of so many parts of
+    the columns."""
+
+    tile: CodesTile
+    parts: int
+
+    @staticmethod
+    def of(tokens: int, parts: int, weight: Weight, blocks: int = 1) -> TiledPlan:
+        """Tiles of so many rows of input, with as many stages as fit; parts are stored in
+        float32."""
+        stored = STORED if parts == 1 else 2 * STORED
+        return TiledPlan(codes_tile(CodesTile(tokens, 0, blocks), weight, stored), parts)
+
+
+@functools.cache
+def tiled_plan_for(
+    T: int, K: int, sizes: tuple[int, ...], weight: Weight, processors: int
+) -> TiledPlan:
+    """The plan for T rows of input and weights of so many rows: two tiles of the input, of 64 to
+    256 rows, and as many parts as processors have no other program, of LEAST_STEPS or more."""
+    tokens = min(256, max(64, triton.next_power_of_2(T) // 2))
+    steps = triton.cdiv(K, 64 if weight.bits == 8 else STEP)
+    programs = sum(triton.cdiv(n, ROWS) for n in sizes) * triton.cdiv(T, tokens)
+    parts = 1
+    while 2 * parts * programs <= processors and steps % (2 * parts * LEAST_STEPS) == 0:
+        parts *= 2
+    return TiledPlan.of(tokens, parts, weight, blocks=2 if tokens == 64 else 1)

@@ -97,7 +97,7 @@ def _boxes(expert, n, sizes, W: gl.constexpr, ACT: gl.constexpr):
 
 
 @gluon.jit
-def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
+def boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
     """The boxes of a tile's rows of W, and how many its tokens fill."""
     expert, end, row, n = tile
     W: gl.constexpr = HOW[0]
@@ -110,7 +110,7 @@ def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
+def copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     """A step of codes and of tokens."""
     codes, tokens, _, _ = rings
     x_desc, left, right = source
@@ -174,9 +174,10 @@ def _wait(accs, HALVES: gl.constexpr):
 @gluon.jit
 def _multiply(
     rings, step, steps, sizes, scales, tile, LOWER: gl.constexpr, PARTS: gl.constexpr,
-    W: gl.constexpr, ACT: gl.constexpr,
+    W: gl.constexpr, ACT: gl.constexpr, begin,
 ):  # fmt: skip
-    """The sums of a consumer's rows of W with the tokens of a tile, in parts of so many tokens."""
+    """The sums of a consumer's rows of W with the tokens of a tile, in parts of so many tokens;
+    over so many steps of columns, from `begin` on."""
     codes, tokens, full, empty = rings
     STAGES: gl.constexpr = full.shape[0]
     DTYPE: gl.constexpr = tokens.dtype
@@ -187,7 +188,7 @@ def _multiply(
     if len(PARTS) == 2:
         accs = accs + (_no_sums(PARTS[1]),)  # noqa: RUF005
     at = fragments.factors_at(tile, sizes, LOWER, W, ACT)
-    first_stored = fragments.load_factors(scales, at, 0, W)
+    first_stored = fragments.load_factors(scales, at, begin, W)
     less, pair, right_pair = fragments.factor_pairs(first_stored, W, DTYPE)
     stage = step % STAGES
     if BOXED:
@@ -195,22 +196,22 @@ def _multiply(
         words = fragments.load_words(rings, stage, LOWER, W, GATED)
     else:
         codes_at = fragments.sixes_at(codes, tile, sizes, LOWER, W, ACT)
-        first = fragments.load_sixes(codes_at, 0)
-        ahead = fragments.load_sixes(codes_at, 1)
+        first = fragments.load_sixes(codes_at, begin)
+        ahead = fragments.load_sixes(codes_at, begin + 1)
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         words = fragments.words_of_sixes(first)
     values = fragments.operand_of(fragments.unscaled(words[0], less, W, DTYPE), pair, W, DTYPE)
     for first_step in range(0, steps, fragments.at_once(W)):
         for turn in gl.static_range(fragments.at_once(W)):
             i = first_step + turn
-            stored = fragments.load_factors(scales, at, i + 1, W)
+            stored = fragments.load_factors(scales, at, begin + i + 1, W)
             if HALVES == 2:
                 accs = _wait(_start(accs, values, rings, 2 * stage, PARTS), 1)
                 right_values = fragments.unscaled(words[1], less, W, DTYPE)
                 values = fragments.operand_of(right_values, right_pair, W, DTYPE)
             started = _start(accs, values, rings, HALVES * stage + HALVES - 1, PARTS)
             if not BOXED:
-                further = fragments.load_sixes(codes_at, i + 2)
+                further = fragments.load_sixes(codes_at, begin + i + 2)
             # While the unit multiplies this stage, the next one is decoded, but for what writes to
             # the unit's operands: else the ptxas of Triton 3.6 waits for every instruction of the
             # unit, as any does if products are under way at the end of the loop. After the last
@@ -314,17 +315,15 @@ def _store(sums, output, tile, sizes, LOWER: gl.constexpr, W: gl.constexpr, ACT:
 
 
 @gluon.jit
-def _run_tile(
-    LOWER: gl.constexpr, step, k_steps, tile, output, rings, sizes, scales, PARTS: gl.constexpr,
-    HOW: gl.constexpr,
-):  # fmt: skip
+def _run_tile(LOWER: gl.constexpr, given, PARTS: gl.constexpr, HOW: gl.constexpr, begin):
     """Multiply and store a consumer's rows of W of a tile with at most so many tokens."""
+    step, k_steps, tile, output, rings, sizes, scales = given
     expert, end, row, n = tile
     W: gl.constexpr = HOW[0]
     ACT: gl.constexpr = HOW[-1]
     # Outputs of so many tokens at a time take the shared memory that is left.
     AT_ONCE: gl.constexpr = 64 if ACT.gated else 32
-    accs = _multiply(rings, step, k_steps, sizes, scales, tile, LOWER, PARTS, W, ACT)
+    accs = _multiply(rings, step, k_steps, sizes, scales, tile, LOWER, PARTS, W, ACT, begin)
     for p in gl.static_range(len(PARTS)):
         pieces = (accs[p],)
         for _ in gl.static_range(3):
@@ -337,30 +336,31 @@ def _run_tile(
 
 
 @gluon.jit
-def _product(
+def product(
     LOWER: gl.constexpr, step, k_steps, tile, pending, output, buffers, rings, sizes, scales,
-    HOW: gl.constexpr,
+    HOW: gl.constexpr, begin=0,
 ):  # fmt: skip
-    """A consumer's rows of W of a tile."""
+    """A consumer's rows of W of a tile, by the steps of columns from `begin` on."""
     _, end, row, _ = tile
+    given = step, k_steps, tile, output, rings, sizes, scales
     TOKENS: gl.constexpr = HOW[1].tokens
     if TOKENS == 256:
         if row + 192 < end:
-            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (256,), HOW)
+            _run_tile(LOWER, given, (256,), HOW, begin)
         elif row + 128 < end:
-            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128, 64), HOW)
+            _run_tile(LOWER, given, (128, 64), HOW, begin)
         elif row + 64 < end:
-            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (128,), HOW)
+            _run_tile(LOWER, given, (128,), HOW, begin)
         else:
-            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (64,), HOW)
+            _run_tile(LOWER, given, (64,), HOW, begin)
     elif TOKENS > 32:
         HALF: gl.constexpr = TOKENS // 2
         if row + HALF < end:
-            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (TOKENS,), HOW)
+            _run_tile(LOWER, given, (TOKENS,), HOW, begin)
         else:
-            _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (HALF,), HOW)
+            _run_tile(LOWER, given, (HALF,), HOW, begin)
     else:
-        _run_tile(LOWER, step, k_steps, tile, output, rings, sizes, scales, (TOKENS,), HOW)
+        _run_tile(LOWER, given, (TOKENS,), HOW, begin)
     return pending
 
 
@@ -384,7 +384,7 @@ def _grouped_codes(
     output = (global_scale_ptr, global_scale_ptr + 1 if TWO else None, bias_ptr, out_ptr)
     specialize(
         dealt, (codes, tokens), source, output, (None, None), (N, K, out_n, width),
-        (w_scale_ptr, w_zero_ptr), _boxes_of_tile, _copy, None, _product, TOKENS,
+        (w_scale_ptr, w_zero_ptr), boxes_of_tile, copy, None, product, TOKENS,
         fragments.columns_of(W), fragments.at_once(W), STAGES=STAGES, WARPS=1, AHEAD=(3, 2, 1),
         HOW=(W, TILE, ACT), BLOCKS=TILE.blocks,
     )  # fmt: skip
@@ -401,7 +401,7 @@ def launch(
     gated, bits, width = act.gated, weight.bits, out.shape[1]
     w_desc, up_desc = (w_ENW.view(torch.int64), None)
     if bits != 6:
-        w_desc, up_desc = _boxed(w_ENW, act.interleaved, fragments.group_of(weight))
+        w_desc, up_desc = boxed(w_ENW, act.interleaved, fragments.group_of(weight))
     x_desc = skeleton.boxes(x_RK, box_of(tile.tokens), BOX.value)
     bias_EN = None if bias_EN is None else bias_EN.contiguous()
     n_tiles = triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value)
@@ -413,7 +413,7 @@ def launch(
     )  # fmt: skip
 
 
-def _boxed(w_ENW: Tensor, interleaved: bool, group: int) -> list[TensorDescriptor]:
+def boxed(w_ENW: Tensor, interleaved: bool, group: int) -> list[TensorDescriptor]:
     """What the left and the right boxes of codes are copied from."""
     E, N, words = w_ENW.shape
     if interleaved:
