@@ -21,21 +21,24 @@ from moe_ops.kernels.triton.replay import launch
 @dataclass(frozen=True, eq=False)
 class Sizes(Constant):
     """The sizes of a tile, SIZES of kernels: S shares, MW warps along rows, MT tiles of 16 rows for
-    each warp, NT tiles of 8 tokens; and whether scales are multiplied into values, as they are for
-    many rows an expert, also those that serve a whole step, or all columns."""
+    each warp, NT tiles of 8 tokens; how many steps ahead tokens are loaded; and whether scales are
+    multiplied into values, as they are for many rows an expert, also those that serve a whole step,
+    or all columns."""
 
     S: int
     MW: int
     MT: int
     NT: int
+    X: int = 1
     in_values: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, how many steps
-    ahead codes are loaded; whether one token is rounded to codes of 8 bits where it is loaded; the
-    most registers of a thread, 0 for as many as it takes; and `in_values` as in `Sizes`."""
+    ahead codes are loaded, and tokens, at most as many as codes, one if they are rounded; whether
+    one token is rounded to codes of 8 bits where it is loaded; the most registers of a thread, 0
+    for as many as it takes; and `in_values` as in `Sizes`."""
 
     S: int = 1
     MW: int = 1
@@ -43,9 +46,15 @@ class Stream:
     NT: int = 1
     C: int = 1
     ahead: int = 2
+    tokens_ahead: int = 1
     rounds: bool = False
     registers: int = 0
     in_values: bool = False
+
+    def __post_init__(self) -> None:
+        most = 1 if self.rounds else self.ahead
+        if self.tokens_ahead > most:
+            raise ValueError(f"tokens are loaded {self.tokens_ahead} steps ahead, {most} at most")
 
     @property
     def warps(self) -> int:
@@ -59,7 +68,7 @@ class Stream:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.S, self.MW, self.MT, self.NT, self.in_values)
+        return Sizes(self.S, self.MW, self.MT, self.NT, self.tokens_ahead, self.in_values)
 
     @property
     def rows(self) -> int:

@@ -395,9 +395,10 @@ def add_product(
     WAIT: gl.constexpr,
 ):  # fmt: skip
     """(acc and the products of all steps of a part; the scale of a token that is rounded by rows).
-    Codes are loaded P steps ahead; those of the first steps before this waits for the launch before
-    it, if it does."""
+    Codes are loaded P steps ahead, tokens SIZES.X; codes of the first steps before this waits for
+    the launch before it, if it does."""
     L: gl.constexpr = steps_of(COLUMNS, C)
+    X: gl.constexpr = SIZES.X
     LOOPED: gl.constexpr = (L - P) // P * P if L > P else 0
     here_S = weights[1]
     ring = (load_all(weights, 0, COLUMNS, C, W, SIZES, SOME),)
@@ -412,27 +413,36 @@ def add_product(
         x, t = codes_of_step(x, t, factors, W, SIZES)
         if L > 1:
             further, _ = load_tokens(tokens, here_S, 1, COLUMNS, C, W, SIZES, SOME)
+    line = ((x, t),)
+    for p in gl.static_range(1, X):
+        if p < L:
+            more = load_tokens(tokens, here_S, p, COLUMNS, C, W, SIZES, SOME)
+            line = line + (more,)  # noqa: RUF005
     for first in range(0, LOOPED, P):
         for p in gl.static_range(P):
+            x, t = line[0]
             now, step = (ring[0], x, t), first + p
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring[1:] + (new,)  # noqa: RUF005
             x, t, further = next_tokens(
-                further, tokens, here_S, factors, step + 1, gl.minimum(step + 2, L - 1), COLUMNS,
-                C, W, SIZES, SOME,
+                further, tokens, here_S, factors, step + X, gl.minimum(step + X + 1, L - 1),
+                COLUMNS, C, W, SIZES, SOME,
             )  # fmt: skip
+            line = line[1:] + ((x, t),)  # noqa: RUF005
             acc = add_step(acc, now, W, DTYPE, SIZES)
     for step in gl.static_range(LOOPED, L):
+        x, t = line[0]
         now = (ring[0], x, t)
-        ring = ring[1:]
+        ring, line = ring[1:], line[1:]
         if step + P < L:
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring + (new,)  # noqa: RUF005
-        if step + 1 < L:
+        if step + X < L:
             x, t, further = next_tokens(
-                further, tokens, here_S, factors, step + 1, step + (2 if step + 2 < L else 1),
-                COLUMNS, C, W, SIZES, SOME,
+                further, tokens, here_S, factors, step + X,
+                step + (X + 1 if step + X + 1 < L else X), COLUMNS, C, W, SIZES, SOME,
             )  # fmt: skip
+            line = line + ((x, t),)  # noqa: RUF005
         acc = add_step(acc, now, W, DTYPE, SIZES)
     return acc, factors[0]
 
