@@ -151,7 +151,7 @@ def _cost(case: Case, name: str, T: int, weights: Weights, g: torch.Generator) -
         # Codes of h that lie between two round to either.
         kind = torch.float8_e4m3fn if weights.keywords.get("x_format") else torch.bfloat16
         assert_close(found[1].result, found[0].result.float(), TOL["experts", kind], name)
-        times = _in_turns([f.run for f in found], len(calls), found[0].rounds, g.device)
+        times = in_turns([(f.run, len(calls) * f.rounds) for f in found], g.device)
     return Cost(
         layer=case.name, format=name, tokens=T, us=times[0], invariant_us=times[1],
         backends=(found[0].backend, found[1].backend),
@@ -205,12 +205,12 @@ def _all(calls: Sequence[Call], wanted: bool) -> None:
             call()
 
 
-def _in_turns(runs: Sequence[Run], calls: int, rounds: int, device: torch.device) -> list[float]:
-    """Microseconds of a call of each, the median of some turns."""
+def in_turns(runs: Sequence[tuple[Run, int]], device: torch.device) -> list[float]:
+    """Microseconds of a call of each run, which makes so many: the median of some turns."""
     spans: list[list[Timing]] = [[] for _ in runs]
     for _ in range(TURNS):
-        for run, found in zip(runs, spans, strict=True):
-            found.append(time_replays(run, calls * rounds, device))
+        for (run, calls), found in zip(runs, spans, strict=True):
+            found.append(time_replays(run, calls, device))
     return [sorted(t.us for t in found)[TURNS // 2] for found in spans]
 
 

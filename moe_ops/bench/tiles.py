@@ -42,8 +42,8 @@ TINY_SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 # and only of one token whether it is rounded where it is loaded, and the most registers.
 STREAM_SIZES: dict[str, tuple[int, ...]] = {
     "S": (1, 2, 4, 8, 16), "MW": (1, 2, 4, 8), "MT": (1, 2, 4), "NT": (1, 2, 4),
-    "C": (1, 2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8), "rounds": (False, True),
-    "registers": (0, 128),
+    "C": (1, 2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8), "tokens_ahead": (1, 2, 3),
+    "rounds": (False, True), "registers": (0, 128),
 }  # fmt: skip
 # Of codes that many rows an expert decode in registers, of both products.
 CODES_SIZES: dict[str, tuple[int, ...]] = {
@@ -74,8 +74,22 @@ def around(kernel: str, product: str, tiles: Any) -> Iterator[Any]:
         now = getattr(part, name)
         below, above = [v for v in values if v < now], [v for v in values if v > now]
         for value in (*below[-1:], *above[:1]):
-            changed = replace(part, **{name: value})
+            changed = replace(part, **_fitting(part, name, value))
             yield replace(tiles, **{product: changed}) if of_product else changed
+
+
+def _fitting(part: Any, name: str, value: int) -> dict[str, int]:
+    """A size, and the steps ahead that tokens and codes are loaded as far as they go with it."""
+    found = {name: value}
+    if name == "ahead":
+        found["tokens_ahead"] = min(part.tokens_ahead, value)
+    elif name == "rounds" and value:
+        found["tokens_ahead"] = 1
+    elif name == "tokens_ahead" and part.rounds:
+        found[name] = 1
+    elif name == "tokens_ahead":
+        found["ahead"] = max(part.ahead, value)
+    return found
 
 
 def around_codes(weight: Weight, tile: Any) -> Iterator[Any]:

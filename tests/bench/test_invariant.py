@@ -42,6 +42,18 @@ def test_a_format_has_a_geometric_mean_and_a_largest_ratio() -> None:
     assert of_int8.split() == ["int8:row", "1", "0.500", "0.50", "a", "4"]
 
 
+def test_each_run_is_divided_by_its_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer calls go fewer rounds in a graph."""
+
+    def timed(run: timing.Run, calls: int, device: torch.device) -> timing.Timing:
+        us = run() / calls
+        return timing.Timing(us=us, low_us=us, high_us=us, replays=1)
+
+    monkeypatch.setattr(invariant, "time_replays", timed)
+    runs = [(lambda: 40.0, 4), (lambda: 48.0, 3)]
+    assert invariant.in_turns(runs, torch.device("cpu")) == [10.0, 16.0]
+
+
 def test_options() -> None:
     args = parse(
         ["invariant", "--layer", "olmoe", "--formats", "mxfp4+mxfp8", "--tokens", "1", "2"]

@@ -149,3 +149,10 @@ def test_a_path_without_tiles_says_so() -> None:
     rates = Rates(copy_tbs=1.0, matmul_tflops=100.0)
     with pytest.raises(ValueError, match="grouped/plain, which runs this layer, takes no tiles"):
         tiles.measure(grid, rates, case, 2, "grouped", "up", 2)
+
+
+@pytest.mark.parametrize("start", [Stream(ahead=3, tokens_ahead=3), Stream(rounds=True)], ids=str)
+def test_tokens_are_tried_no_further_ahead_than_codes(start: Stream) -> None:
+    found = [t.up for t in tiles.around("tiny", "up", Streams(up=start, down=start))]
+    assert all(t.tokens_ahead <= (1 if t.rounds else t.ahead) for t in found)
+    assert {t.tokens_ahead for t in found} == ({1} if start.rounds else {1, 2, 3})
