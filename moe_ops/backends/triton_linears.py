@@ -21,13 +21,13 @@ from moe_ops.backends.triton_hopper import (
     refuse_misaligned,
     refuse_streamed,
 )
-from moe_ops.decode_ops.linears import MOST_ROWS
+from moe_ops.decode_ops.linears import MOST_ROWS, MOST_TILED
 from moe_ops.decode_ops.normed_quantized_linears import (
     NormedQuantizedLinearsCall,
     normed_quantized_linears,
 )
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
-from moe_ops.kernels.triton import MOST_TILED, brings_decoder
+from moe_ops.kernels.triton import brings_decoder
 from moe_ops.registry.backend import Rows
 from moe_ops.registry.gradients import needs_grad
 from moe_ops.registry.invariance import INVARIANT

@@ -14,6 +14,7 @@ from moe_ops.checks.shapes import DOUBLE
 from moe_ops.registry.spec import DECODE_OPS, op
 
 MOST_ROWS = 64  # of the input
+MOST_TILED = 512  # of codes in tiles; of more it is faster to decode them first
 DTYPES = (torch.bfloat16, torch.float16)  # and float64, by the definition
 
 

@@ -112,6 +112,7 @@ def test_every_variant_compiles_and_spills_nothing(capability: int, part: str) -
     streamed = STREAMED if capability == 90 and quantized else set()
     if capability == 90 and part == "quantized_linears":
         streamed = {"quantized_linears_stream", "quantized_row_stream"}
+        streamed |= {"quantized_linears_tiles", "sum_parts"}
     if capability == 90 and part == "ranks":
         streamed = {"few_up", "few_down", "quantize_batches_kernel"}
     over_latents = capability == 90 and part in ("one_of_each", "latents")

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
+from moe_ops.kernels.triton.decode import quantized_tiles_gluon
 from moe_ops.kernels.triton.experts.products import (
     grouped_blocks,
     grouped_float8_tokens,
@@ -41,6 +42,10 @@ GIVEN = [
     (grouped_registers._grouped_codes, grouped_registers.product),
     (grouped_registers._grouped_codes, grouped_registers.boxes_of_tile),
     (grouped_registers._grouped_codes, grouped_registers.copy),
+    (quantized_tiles_gluon._consume, grouped_registers.product),
+    (quantized_tiles_gluon._produce, grouped_registers.copy),
+    (quantized_tiles_gluon.quantized_linears_tiles, quantized_tiles_gluon._consume),
+    (quantized_tiles_gluon.quantized_linears_tiles, quantized_tiles_gluon._produce),
 ]
 
 

@@ -14,7 +14,6 @@ TINY_PAIRS, TINY_TOKENS = 64, 16
 STEP = 128  # columns of codes that are multiplied at once
 # Rows an expert on average, of codes of four bits whose sums are scaled, and of others.
 MOST_OF_SUMS, MOST_STREAMED = 6, 10
-MOST_TILED = 512  # rows of linear layers; of more it is faster to decode codes first
 LARGE = 2**23  # elements of W2, from which on an expert is large
 
 

@@ -121,4 +121,6 @@ def tiled_plan_for(
     parts = 1
     while 2 * parts * programs <= processors and steps % (2 * parts * LEAST_STEPS) == 0:
         parts *= 2
-    return TiledPlan.of(tokens, parts, weight, blocks=2 if tokens == 64 else 1)
+    # Of float4 the registers of two blocks on a processor would spill.
+    pairs = tokens == 64 and weight.element != "float4_e2m1"
+    return TiledPlan.of(tokens, parts, weight, blocks=2 if pairs else 1)
