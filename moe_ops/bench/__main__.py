@@ -25,6 +25,7 @@ from moe_ops.bench import (
     halves,
     invariant,
     layer,
+    linears,
     loading,
     options,
     overhead,
@@ -255,6 +256,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], Figures], str]] = {
         "a block over the ranks of torchrun, in one batch and in two halves",
     ),
     "invariant": (invariant.measure_invariant, "experts in invariant calls, and in others"),
+    "linears": (linears.measure_linears, "linear layers in codes by each backend, beside floats"),
     "loading": (measure_loading, "checkpoints into layers, against safetensors alone"),
 }
 
@@ -281,6 +283,7 @@ ADDED: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "ep": options.add_ep,
     "halves": options.add_halves,
     "invariant": invariant.add,
+    "linears": linears.add,
 }  # the options of commands
 
 
