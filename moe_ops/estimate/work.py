@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_ops.decode_ops.linears import MOST_ROWS
+from moe_ops.decode_ops.linears import MOST_TILED
 from moe_ops.estimate.measured import Formats, Rates
 from moe_ops.estimate.shares import floor
 from moe_ops.estimate.sizes import Layer, Sizes, bits_of
@@ -121,7 +121,7 @@ def _moved(values: float, format: str, rows: int) -> float:
     """Bytes of weights of linear layers: codes that more rows meet than a kernel decodes them for
     are written as floats of 16 bits, which are read."""
     bits = bits_of(format)
-    decoded = 2 * FLOAT_BITS if bits < FLOAT_BITS and rows > MOST_ROWS else 0
+    decoded = 2 * FLOAT_BITS if bits < FLOAT_BITS and rows > MOST_TILED else 0
     return values * (bits + decoded) / 8
 
 

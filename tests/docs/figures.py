@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moe_ops.bench import report
-from tests.docs import costs, forwards, generation, layers, measured, models, task, training
+from tests.docs import (
+    costs,
+    forwards,
+    generation,
+    layers,
+    linears,
+    measured,
+    models,
+    task,
+    training,
+)
 from tests.sources import ROOT
 
 FOLDERS = {name: ROOT / "benchmarks" / name for name in ("results", "peers")}
@@ -16,13 +26,16 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 # What these pages call NAME.json is a file of figures; elsewhere it may be one of a user's.
 OF_FIGURES = ("DIARY.md", "EXPERT_PARALLEL.md", "FAMILIES.md", "PERFORMANCE.md")
 NAMED = re.compile(r"(benchmarks/(?:results|peers)/)?\b(\w+)\.json\b")
-KINDS = "results|generation|forward|cells|formats|means|train|task|measured|models|costs"
+KINDS = "results|generation|forward|cells|formats|means|train|task|measured|models|costs|linears"
 BLOCK = re.compile(rf"<!-- (?:{KINDS}) ([\w ]+) -->")
 
 
 def filled(page: str, folder: Path = RESULTS) -> str:
     """The page with all of its blocks made anew."""
-    for kind in (report, generation, forwards, layers, training, task, measured, models, costs):
+    kinds = (
+        report, generation, forwards, layers, training, task, measured, models, costs, linears,
+    )  # fmt: skip
+    for kind in kinds:
         page = kind.fill(page, folder)
     return page
 

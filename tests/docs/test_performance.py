@@ -48,7 +48,8 @@ def test_pages_have_a_place_for_them() -> None:
     assert layers.CELLS.findall(layer_pages[-1]) == one_format
     models = [
         "qwen3_30b_h200", "mixtral_8x7b_h200", "gpt_oss_20b_h200", "qwen3_30b_experts_h100",
-        "qwen3_30b_adapters_h100", "qwen3_30b_codes_h200", "gpt_oss_20b_mxfp4_h100",
+        "qwen3_30b_adapters_h100", "qwen3_30b_codes_h200", "qwen3_30b_codes_64_h200",
+        "gpt_oss_20b_mxfp4_h100",
     ]  # fmt: skip
     page = (FOLDER / "MODELS.md").read_text()
     assert generation.BLOCK.findall(page) == [f"generate_{m}" for m in models]

@@ -41,6 +41,7 @@ def table(found: Sequence[Miss]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for (name, device, formats), own in rows.items():
+        own.sort(key=lambda miss: miss.run.batch)
         batches = ", ".join(str(m.run.batch) for m in own)
         ratios = (", ".join(f"{getattr(m, what):.2f}" for m in own) for what in ("step", "prompt"))
         lines.append(f"| {name} | {device} | {formats} | {batches} | {' | '.join(ratios)} |")

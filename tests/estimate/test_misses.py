@@ -14,8 +14,9 @@ from tests.estimate.page import NEAR, PAGE, filled, off
 pytest.importorskip("transformers")
 NAMES = sorted({run.name for run in shipped().ours()})
 REMEDY = "run python -m tests.estimate.collect, then python -m tests.estimate.page"
-# Of prompts fewer are near. What they are is in docs/ESTIMATE.md.
-PROMPTS_NEAR = 25
+# Of prompts fewer are near. What they are is in docs/ESTIMATE.md. One with codes in linear layers
+# was measured when 128 rows were decoded first, which is no longer expected.
+PROMPTS_NEAR = 24
 
 
 @pytest.fixture(scope="module")
