@@ -125,8 +125,8 @@ def refuse_tiles(call: QuantizedLinearsCall) -> str | None:
     if K % each or any(w_NK.shape[0] % each for w_NK in call.weights):
         rows = ", ".join(str(w_NK.shape[0]) for w_NK in call.weights)
         return f"needs rows and columns of weights that {each} divides, got {rows} and {K}"
-    if len({b is None for b in call.biases}) > 1:
-        return "needs biases of all weights, or of none"
+    if len({None if bias is None else bias.dtype for bias in call.biases}) > 1:
+        return "needs biases of all weights, of one dtype, or of none"
     return refuse_hopper(call.x_TK) or refuse_groups(weight) or refuse_misaligned(*call.weights)
 
 

@@ -28,7 +28,7 @@ from moe_ops.kernels.triton.experts.products import fragments, grouped_registers
 from moe_ops.kernels.triton.experts.products.grouped_tile import BLOCK_MEMORY, ROWS
 from moe_ops.registry.invariance import invariant
 from moe_ops.registry.registration import ANY_ROWS
-from moe_ops.testing import DEVICE, F16, Tol, assert_close
+from moe_ops.testing import DEVICE, F16, F32, Tol, assert_close
 from tests.chosen import in_turn
 from tests.decode_ops.test_quantized_linears import call_of
 from tests.kernels.gluon_in_torch import DECODERS, LANGUAGE, functions_of, pointer, value
@@ -185,7 +185,7 @@ def test_calls_that_run_so(monkeypatch: pytest.MonkeyPatch) -> None:
         ("int4:row", 256, (32, 40), "that 32 divides, got 32, 40 and 256"),
         ("int8:row", 264, (32,), "that 16 divides, got 32 and 264"),
         ("int4:1x16", 256, (32,), "needs groups of 32 columns or more, got 16"),
-        ("int8:row", 256, (32, 48), "needs biases of all weights, or of none"),
+        ("int8:row", 256, (32, 48), "needs biases of all weights, of one dtype, or of none"),
     ],
 )
 def test_others_do_not(
@@ -195,4 +195,7 @@ def test_others_do_not(
     call, _ = call_of(40, K, sizes, format, F16)
     refusal = refuse_tiles(call)
     assert refusal is not None and why in refusal
+    if "biases" in why:
+        call.biases = [torch.zeros(n, dtype=d) for n, d in zip(sizes, (F16, F32), strict=True)]
+        assert refuse_tiles(call) == refusal
     assert most_rows(call) == MOST_ROWS
