@@ -78,14 +78,8 @@ from tests.kernels.offline_ranks import experts_in_batches, in_batches, over_ran
 from tests.kernels.offline_routers import many_routed, recorded, routed
 from tests.kernels.offline_states import WITH_STATES, with_states
 from tests.kernels.offline_training import WITH_TRAINING, calls_of_training
+from tests.kernels.offline_types import TYPES, type_of
 from tests.published_routers import ROUTERS
-
-TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.int32: "*i32", torch.int64: "*i64", torch.int16: "*i16", torch.uint8: "*u8",
-    torch.bool: "*i1", torch.int8: "*i8", torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-}  # fmt: skip
 
 # Between the GPUs every dtype that router logits may have.
 DTYPE_OF = {80: torch.float16, 89: torch.float16, 90: torch.bfloat16, 100: torch.float32}
@@ -149,12 +143,6 @@ def source_of(
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     return source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-
-
-def type_of(boxes: TensorDescriptor) -> str:
-    """The type that Triton has of what copies boxes."""
-    dtype = TYPES[boxes.base.dtype][1:]
-    return f"tensordesc<{dtype}{list(boxes.block_shape)},{boxes.layout!r}>"
 
 
 def used(made: Any) -> dict[str, Any]:

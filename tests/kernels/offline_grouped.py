@@ -49,9 +49,9 @@ from moe_ops.ops.activate import Activation
 from moe_ops.testing import ACTIVATIONS
 from tests.kernels.cubins import usage, waits_of
 from tests.kernels.gated import grouped_gated
-from tests.kernels.offline import TYPES, type_of
 from tests.kernels.offline_float8_tokens import float8_tokens_products
 from tests.kernels.offline_sizes import FORMATS, PLAIN, TILES, D, E, I, K, empty
+from tests.kernels.offline_types import TYPES, type_of
 
 Tell = Callable[[Any], dict[str, Any]]
 MANY_TOKENS = CODES_TILES[-1][1]
