@@ -24,7 +24,7 @@ from moe_ops.bench.inputs import (
     make_weights,
 )
 from moe_ops.bench.tables import aligned
-from moe_ops.bench.timing import Run, capture, rounds_for, time_replays
+from moe_ops.bench.timing import time_calls, time_replays
 from moe_ops.ops import experts, experts_adapted
 from moe_ops.testing import TOL, Case, assert_close
 
@@ -125,7 +125,7 @@ def _inferred(
         lambda a=a, of=of: experts_adapted(**a, **of) for a, of in zip(given, adapters, strict=True)
     ]
     plain = [lambda a=a: experts(**a) for a in given]
-    times = [_of_turns(calls, routed.x_TD.device) for calls in (adapted, plain)]
+    times = [time_calls(calls, routed.x_TD.device) for calls in (adapted, plain)]
     return _beside(place, times, _backends(given[0], adapters[0]))
 
 
@@ -134,25 +134,6 @@ def _check(arguments: dict[str, Any], adapter: dict[str, Tensor]) -> None:
     few = {n: t[:4] if n in ("x_TD", "weights_TK", "ids_TK") else t for n, t in arguments.items()}
     got, want = experts_adapted(**few, **adapter), experts_adapted.reference(**few, **adapter)
     assert_close(got, want, TOL["experts_adapted", got.dtype], "experts_adapted")
-
-
-def _of_turns(calls: Sequence[Call], device: torch.device) -> float:
-    """Microseconds of one call of several that take turns."""
-    for call in calls:
-        call()
-    run: Run
-    rounds = 1
-    if device.type == "cuda":
-        first = time_replays(capture(calls, 1)[0], len(calls), device, 0.005)
-        rounds = rounds_for(len(calls), first.us)
-        run, _ = capture(calls, rounds)
-    else:
-
-        def run() -> None:
-            for call in calls:
-                call()
-
-    return time_replays(run, rounds * len(calls), device).us
 
 
 def _trained(

@@ -28,7 +28,7 @@ from moe_ops.bench.inputs import Weights, make_routed, make_weights
 from moe_ops.bench.results import write
 from moe_ops.bench.resume import REMEDY
 from moe_ops.bench.tables import aligned
-from moe_ops.bench.timing import Run, Timing, capture, rounds_for, time_replays
+from moe_ops.bench.timing import Run, Timing, capture_long, time_replays
 from moe_ops.ops import experts
 from moe_ops.quant.arguments import named_format
 from moe_ops.quant.config import QuantConfig
@@ -151,7 +151,7 @@ def _cost(case: Case, name: str, T: int, weights: Weights, g: torch.Generator) -
         # Codes of h that lie between two round to either.
         kind = torch.float8_e4m3fn if weights.keywords.get("x_format") else torch.bfloat16
         assert_close(found[1].result, found[0].result.float(), TOL["experts", kind], name)
-        times = in_turns([(f.run, len(calls) * f.rounds) for f in found], g.device)
+        times = in_turns([(f.run, f.calls) for f in found], g.device)
     return Cost(
         layer=case.name, format=name, tokens=T, us=times[0], invariant_us=times[1],
         backends=(found[0].backend, found[1].backend),
@@ -173,10 +173,10 @@ def _calls(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Captured:
-    """What runs all calls some rounds, the last result, and the backend that was picked."""
+    """What runs so many calls, the last result, and the backend that was picked."""
 
     run: Run
-    rounds: int
+    calls: int
     result: Tensor
     backend: str
 
@@ -188,15 +188,11 @@ def _captured(calls: Sequence[Any], device: torch.device, wanted: bool) -> Captu
         for call in calls:
             result = call()
         if device.type != "cuda":
-            return Captured(
-                run=partial(_all, calls, wanted), rounds=1, result=result, backend=backend
-            )
-        alone, _ = capture(calls, 1)
-        us = time_replays(alone, len(calls), device).us
-        rounds = rounds_for(len(calls), us)
-        run, results = capture(calls, rounds)
-        run()
-    return Captured(run=run, rounds=rounds, result=results[-1], backend=backend)
+            run = partial(_all, calls, wanted)
+            return Captured(run=run, calls=len(calls), result=result, backend=backend)
+        graph, count, results = capture_long(calls, device)
+        graph()
+    return Captured(run=graph, calls=count, result=results[-1], backend=backend)
 
 
 def _all(calls: Sequence[Call], wanted: bool) -> None:

@@ -8,7 +8,7 @@ is a GPU.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from moe_ops.bench import progress
 from moe_ops.bench.tables import aligned
-from moe_ops.bench.timing import Run, capture, rounds_for, time_replays
+from moe_ops.bench.timing import time_calls
 from moe_ops.decode_ops.quantized_linears import QuantizedLinearsCall, quantized_linears
 from moe_ops.quant import packing
 from moe_ops.quant.formats import Format
@@ -103,11 +103,11 @@ def _times(
     few = [replace(call, x_TK=call.x_TK[:T]) for call in calls]
     for backend in quantized_linears.candidates(device.type):
         if _takes(backend, few[0], T):
-            yield backend.name, _time([partial(backend.run, call) for call in few], device)
+            yield backend.name, time_calls([partial(backend.run, call) for call in few], device)
     x_TK, rows = few[0].x_TK, sum(w_NK.shape[0] for w_NK in few[0].weights)
     # As many bytes as those of codes, or more.
     floats = [x_TK.new_empty(rows, x_TK.shape[1]).normal_() for _ in few[::2]]
-    yield FLOATS, _time([partial(linear, x_TK, w_NK) for w_NK in floats], device)
+    yield FLOATS, time_calls([partial(linear, x_TK, w_NK) for w_NK in floats], device)
 
 
 def _takes(backend: Backend, call: QuantizedLinearsCall, T: int) -> bool:
@@ -117,22 +117,6 @@ def _takes(backend: Backend, call: QuantizedLinearsCall, T: int) -> bool:
     most = None if backend.rows.possible is None else backend.rows.possible(call)
     refused = backend.supports is not None and backend.supports(call) is not None
     return not refused and (most is None or most >= T)
-
-
-def _time(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
-    for call in calls:
-        call()
-    if device.type == "cpu":
-        return time_replays(partial(_all, calls), len(calls), device).us
-    run: Run = capture(calls, 1)[0]
-    rounds = rounds_for(len(calls), time_replays(run, len(calls), device).us)
-    run = capture(calls, rounds)[0]
-    return time_replays(run, len(calls) * rounds, device).us
-
-
-def _all(calls: Sequence[Callable[[], Any]]) -> None:
-    for call in calls:
-        call()
 
 
 def table(found: Sequence[Time]) -> str:

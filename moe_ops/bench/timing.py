@@ -16,6 +16,7 @@ import torch
 # 808. So what is timed, and the rates that it is held against, load it equally long.
 SECONDS = {"cuda": 0.02, "cpu": 0.3}
 LEAST, LEAST_LONG, MOST = 5, 3, 300  # replays
+FIRST_SECONDS = 0.005  # of what tells how long a graph has to be
 # What runs before a measurement (the float32 results to compare with) heats a GPU, whose clock then
 # stays low for a while.
 REST_SECONDS = 0.5
@@ -111,6 +112,26 @@ def _queued_us(run: Run, count: int, skip: int) -> list[float]:
 def rounds_for(calls: int, call_us: float) -> int:
     """How often a graph goes round its calls, to be long enough."""
     return max(1, min(16, -(-int(GRAPH_US) // max(1, int(calls * call_us)))))
+
+
+def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    """Microseconds of one call of several that take turns."""
+    for call in calls:
+        call()
+    if device.type == "cuda":
+        run, count, _ = capture_long(calls, device)
+        return time_replays(run, count, device).us
+    return time_replays(lambda: [call() for call in calls], len(calls), device).us
+
+
+def capture_long(
+    calls: Sequence[Callable[[], Result]], device: torch.device
+) -> tuple[Run, int, list[Result]]:
+    """`capture` of as many rounds as make a graph long enough; and how many calls one replay is."""
+    first = time_replays(capture(calls, 1)[0], len(calls), device, FIRST_SECONDS)
+    rounds = rounds_for(len(calls), first.us)
+    run, results = capture(calls, rounds)
+    return run, rounds * len(calls), results
 
 
 def capture(calls: Sequence[Callable[[], Result]], rounds: int) -> tuple[Run, list[Result]]:

@@ -26,7 +26,8 @@ def fill(page: str, folder: Path, kind: str, made: Callable[[dict[str, Any]], st
 
 def heading(figures: dict[str, Any]) -> list[str]:
     """Where figures were measured, and by which command: two paragraphs."""
-    versions = f"torch {figures['torch']}, transformers {figures['transformers']}"
+    names = (name for name in ("torch", "transformers") if name in figures)
+    versions = ", ".join(f"{name} {figures[name]}" for name in names)
     return [f"One {figures['device']}, {versions}:", f"    {figures['command']}"]
 
 

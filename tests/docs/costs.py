@@ -23,8 +23,7 @@ def tables(figures: dict[str, Any]) -> str:
             own = {c["tokens"]: c for c in cells if (c["format"], c["layer"]) == (name, layer)}
             rows.append([f"`{name}`", layer, *(_cell(own.get(T)) for T in tokens)])
     parts = [
-        f"One {figures['device']}, torch {figures['torch']}:",
-        f"    {figures['command']}",
+        *blocks.heading(figures),
         blocks.table(["format", "layer", *map(str, tokens)], rows),
         means(cells),
     ]

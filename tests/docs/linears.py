@@ -22,5 +22,4 @@ def tables(figures: dict[str, Any]) -> str:
         for layers, name, T in dict.fromkeys((c["layers"], c["format"], c["rows"]) for c in cells)
     ]
     head = ["layers", "format", "rows", *(f"`{one}`" for one in by)]
-    where = f"One {figures['device']}, torch {figures['torch']}:"
-    return "\n\n".join([where, f"    {figures['command']}", blocks.table(head, rows)])
+    return "\n\n".join([*blocks.heading(figures), blocks.table(head, rows)])
