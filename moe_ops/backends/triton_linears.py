@@ -102,10 +102,18 @@ def multiply_few(call: QuantizedLinearsCall) -> list[Tensor]:
     invariant = INVARIANT.get()
     if invariant:
         call = replace(call, x_TK=placed(call.x_TK))
-    streams, tiles = refuse_stream(call) is None, refuse_tiles(call) is None
+    streams, tiles = ways_of(call)
     return run(
         with_rows(call.x_TK), layers_of(call), streams=streams, tiles=tiles, invariant=invariant
     )
+
+
+def ways_of(call: QuantizedLinearsCall) -> tuple[bool, bool]:
+    """Whether codes stream through registers, and whether more rows than do so have tiles."""
+    from moe_ops.kernels.triton.decode.quantized_stream import MOST_STREAMED
+
+    many = call.x_TK.shape[0] > MOST_STREAMED
+    return refuse_stream(call) is None, many and refuse_tiles(call) is None
 
 
 def refuse_stream(call: QuantizedLinearsCall) -> str | None:
@@ -163,10 +171,10 @@ def multiply_normed(call: NormedQuantizedLinearsCall) -> list[Tensor]:
     if invariant:
         call = with_rows_placed(call)
     linears = call.of(call.x_TK)
+    streams, tiles = ways_of(linears)
     return run_normed(
         with_rows(call.x_TK), call.residual_TK, call.gain_K, call.eps, layers_of(linears),
-        call.gain_shift, streams=refuse_stream(linears) is None,
-        tiles=refuse_tiles(linears) is None, invariant=invariant,
+        call.gain_shift, streams=streams, tiles=tiles, invariant=invariant,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,11 @@ class Coded(NamedTuple):
         """The words or bytes of a row, as `as_stored` has them."""
         return as_stored(self.weights[0], self.weight).shape[1]
 
+    @property
+    def factors(self) -> list[Tensor]:
+        """The scales of each weight, as kernels read them."""
+        return [scales_as_stored(scale, self.weight) for scale in self.scales]
+
     def results(
         self, x_TK: Tensor, launch: Callable[[Coded, Sequence[Tensor]], None]
     ) -> list[Tensor]:
@@ -61,10 +66,8 @@ class Coded(NamedTuple):
         64 if they have six."""
         rest, word = MOST - len(self.weights), torch.int64 if self.weight.bits == 6 else torch.int32
         stored = [w.view(word) if in_words else as_stored(w, self.weight) for w in self.weights]
-        factors = [scales_as_stored(s, self.weight) for s in self.scales]
-        given = (stored, factors, self.zeros, self.global_scales)
-        filled = (t for some in given for t in (*some, *[some[0]] * rest))
-        return *filled, *self.biases, *[None] * rest, *outs, *[None] * rest
+        first = filled(stored, self.factors, self.zeros, self.global_scales)
+        return *first, *self.biases, *[None] * rest, *outs, *[None] * rest
 
     def constants(self, rows: int) -> tuple[int, dict[str, int]]:
         """How many programs of so many rows there are, and what kernels know of the layers: the
@@ -75,3 +78,10 @@ class Coded(NamedTuple):
         known = {f"N{g}": n for g, n in enumerate([*sizes, 0, 0, 0][:MOST])}
         known |= {f"F{g}": firsts[g] for g in range(1, MOST)}
         return firsts[MOST], known
+
+
+def filled(*lists: Some) -> Iterator[Tensor | None]:
+    """MOST tensors of each list, of which a kernel looks at no more than there are layers."""
+    for given in lists:
+        yield from given
+        yield from [given[0]] * (MOST - len(given))

@@ -53,8 +53,8 @@ def run(
 
     x: bfloat16 or float16 of up to 64 rows, in which values of codes are multiplied; sums are in
     float32, rounded once; the same in every run. One row goes to `run_row` where that decodes the
-    format, and few to `run_stream` if they may; more go to `run_tiles` if they may, as many as
-    there are. An invariant call may have any number of rows.
+    format, and few to `run_stream` if they may; with `tiles` as many as there are go to
+    `run_tiles`. An invariant call may have any number of rows.
     """
     T = x_TK.shape[0]
     if invariant:
@@ -65,7 +65,7 @@ def run(
         return run_row(x_TK, layers)
     if streams and T <= MOST_STREAMED:
         return run_stream(x_TK, layers)
-    if tiles and T > MOST_STREAMED:
+    if tiles:
         return run_tiles(arrange(x_TK, layers.weight), x_TK.shape[1], layers)
     words = in_words(layers.weight)
     return _run(arrange(x_TK, layers.weight) if words else x_TK, x_TK.shape[1], layers, plan)
@@ -111,7 +111,6 @@ def run_normed(
     if streams and T <= MOST_STREAMED:
         norm_rows(x_TK, norm)
         return [*made, *run_stream(norm.normed, layers)]
-    tiles = tiles and T > MOST_STREAMED
     n_TK = norm_rows(x_TK, norm, weight if tiles or in_words(weight) else None)
     if tiles:
         assert n_TK is not None

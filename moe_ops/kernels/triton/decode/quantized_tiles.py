@@ -7,17 +7,16 @@ which a second launch adds in their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_ops.kernels.triton.decode.blocks import MOST, one_of, rows_of
-from moe_ops.kernels.triton.decode.coded import Coded
+from moe_ops.kernels.triton.decode.blocks import one_of, rows_of
+from moe_ops.kernels.triton.decode.coded import Coded, filled
 from moe_ops.kernels.triton.decode.quantized_linears_plan import TiledPlan, tiled_plan_for
-from moe_ops.kernels.triton.experts.formats.codes import scales_as_stored
 from moe_ops.kernels.triton.experts.products.grouped_tile import ROWS
 from moe_ops.kernels.triton.launch import on_its_device, pdl_options, processors, take_turn
 from moe_ops.kernels.triton.replay import launch
@@ -62,21 +61,13 @@ def _multiply(x_TC: Tensor, K: int, layers: Coded, outs: Sequence[Tensor], plan:
 
     T, tile = x_TC.shape[0], plan.tile
     programs, constants = layers.constants(ROWS)
-    factors = [scales_as_stored(scale, layers.weight) for scale in layers.scales]
     launch(
         kernels.quantized_linears_tiles, (programs, triton.cdiv(T, tile.tokens), plan.parts),
         *kernels.boxes_of(x_TC, layers.weights, layers.weight, tile.tokens),
-        *filled(factors, layers.zeros, layers.global_scales, layers.biases, outs), T,
+        *filled(layers.factors, layers.zeros, layers.global_scales, layers.biases, outs), T,
         K=K, W=layers.weight, TILE=tile, PARTS=plan.parts, num_warps=4,
         maxnreg=kernels.REGISTERS[tile.blocks], **constants, **pdl_options(x_TC),
     )  # fmt: skip
-
-
-def filled(*lists: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """MOST tensors of each list, of which a kernel looks at no more than there are layers."""
-    for given in lists:
-        yield from given
-        yield from [given[0]] * (MOST - len(given))
 
 
 @triton.jit(do_not_specialize=["T"])
