@@ -262,14 +262,17 @@ def of_one_in_values(
     x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
 ) -> Streams:
     """The tiles of an invariant call of one token. Warps share choices, not the columns of a row:
-    of eight the fastest, or within 1 % of it, for four layers on an H200. Of small experts a warp
-    waits for its token; of huge ones it multiplies one step behind the other for as long as its
-    row takes."""
+    of eight the fastest, or within 1 % of it, for four layers on an H200, and of huge experts of
+    fifteen. Of small experts a warp waits for its token; of huge ones it multiplies one step behind
+    the other for as long as its row takes."""
     codes, (_, D, width) = _codes(layer), layer.sizes
-    alone = D * width >= HUGE and codes.weight.element != "uint4"  # whose registers would spill
-    small = D * width < LARGE
-    of = Stream(ahead=AHEAD_ALONE if alone else 4, tokens_ahead=3 if small else 1, in_values=True)
-    return Streams(up=of, down=replace(of, S=min(8, power_of_two(ids_TK.shape[1]))))
+    shares = min(8, power_of_two(ids_TK.shape[1]))
+    if D * width >= HUGE:
+        ahead = 6 if codes.weight.element == "uint4" else 8  # with as many, registers would spill
+        down = Stream(S=shares, ahead=ahead, tokens_ahead=3, late=True, in_values=True)
+        return Streams(up=Stream(MW=4, in_values=True), down=down)
+    of = Stream(ahead=4, tokens_ahead=3 if D * width < LARGE else 1, in_values=True)
+    return Streams(up=of, down=replace(of, S=shares))
 
 
 def of_few_in_values(

@@ -43,7 +43,7 @@ TINY_SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 STREAM_SIZES: dict[str, tuple[int, ...]] = {
     "S": (1, 2, 4, 8, 16), "MW": (1, 2, 4, 8), "MT": (1, 2, 4), "NT": (1, 2, 4),
     "C": (1, 2, 4, 8, 16), "ahead": (1, 2, 3, 4, 6, 8), "tokens_ahead": (1, 2, 3),
-    "rounds": (False, True), "registers": (0, 128),
+    "late": (False, True), "rounds": (False, True), "registers": (0, 128),
 }  # fmt: skip
 # Of codes that many rows an expert decode in registers, of both products.
 CODES_SIZES: dict[str, tuple[int, ...]] = {

@@ -23,6 +23,7 @@ FORMATS = [
     ("float8_e4m3fn:row", "float8_e4m3fn:row", 89),
     ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128", 89),
 ]  # fmt: skip
+HUGE = ("mxfp4", "nvfp4", "int4:1x128:bfloat16", "uint4:1x32:bfloat16", "mxfp6_e3m2")
 CASE = LAYERS["gpt_oss_20b"]
 ATTENTION = [(8, 4, 128, 4096, False), (8, 8, 64, 1024, True), (1, 16, 256, 512, False)]
 
@@ -43,6 +44,10 @@ def calls_invariant(capability: int) -> Iterator[tuple[str, Callable[[], object]
             call = quantized_call(CASE, T, w_format, x_format)
             name = f"invariant rows {T} {w_format} {x_format}"
             yield name, functools.partial(run, "rows", call)
+    # One token of experts with many columns.
+    for w_format in HUGE if capability == 90 else ():
+        call = quantized_call(LAYERS["mixtral_8x7b"], 1, w_format, "")
+        yield f"invariant wide token {w_format}", functools.partial(run, "tiny", call)
     for w_format in ("q4_k", "q6_k"):  # whose blocks do not divide the widths of that case
         call = quantized_call(LAYERS["qwen3_30b"], 64, w_format, "")
         yield f"invariant rows 64 {w_format}", functools.partial(run, "rows", call)

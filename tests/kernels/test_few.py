@@ -186,7 +186,7 @@ def test_a_token_that_is_no_number_stays_alone(formats: tuple[str, str]) -> None
 STREAMS = (
     Stream(S=8, C=4, ahead=3), Stream(MW=4, MT=2, NT=2), Stream(S=8, C=8, ahead=1),
     Stream(S=2, C=2, MW=2, ahead=6, tokens_ahead=3), Stream(S=4, C=2, MT=2),
-    Stream(MW=4, ahead=4, tokens_ahead=2),
+    Stream(MW=4, ahead=4, tokens_ahead=2), Stream(MW=2, tokens_ahead=2, late=True),
 )  # fmt: skip
 EACH_STREAM = [
     pytest.param(

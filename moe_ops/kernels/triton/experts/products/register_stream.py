@@ -21,15 +21,17 @@ from moe_ops.kernels.triton.replay import launch
 @dataclass(frozen=True, eq=False)
 class Sizes(Constant):
     """The sizes of a tile, SIZES of kernels: S shares, MW warps along rows, MT tiles of 16 rows for
-    each warp, NT tiles of 8 tokens; how many steps ahead tokens are loaded; and whether scales are
-    multiplied into values, as they are for many rows an expert, also those that serve a whole step,
-    or all columns."""
+    each warp, NT tiles of 8 tokens; how many steps ahead tokens are loaded; whether a product is
+    ahead of the load of codes for a later step, which can then use its registers; and whether
+    scales are multiplied into values, as they are for many rows an expert, also those that serve a
+    whole step, or all columns."""
 
     S: int
     MW: int
     MT: int
     NT: int
     X: int = 1
+    late: bool = False
     in_values: bool = False
 
 
@@ -38,7 +40,7 @@ class Stream:
     """The sizes of a launch: S, MW, MT and NT as in `Sizes`, C parts of the columns, how many steps
     ahead codes are loaded, and tokens, at most as many as codes, one if they are rounded; whether
     one token is rounded to codes of 8 bits where it is loaded; the most registers of a thread, 0
-    for as many as it takes; and `in_values` as in `Sizes`."""
+    for as many as it takes; and `late` and `in_values` as in `Sizes`."""
 
     S: int = 1
     MW: int = 1
@@ -47,6 +49,7 @@ class Stream:
     C: int = 1
     ahead: int = 2
     tokens_ahead: int = 1
+    late: bool = False
     rounds: bool = False
     registers: int = 0
     in_values: bool = False
@@ -68,7 +71,7 @@ class Stream:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.S, self.MW, self.MT, self.NT, self.tokens_ahead, self.in_values)
+        return Sizes(self.S, self.MW, self.MT, self.NT, self.tokens_ahead, self.late, self.in_values)
 
     @property
     def rows(self) -> int:

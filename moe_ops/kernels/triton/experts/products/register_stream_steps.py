@@ -396,7 +396,8 @@ def add_product(
 ):  # fmt: skip
     """(acc and the products of all steps of a part; the scale of a token that is rounded by rows).
     Codes are loaded P steps ahead, tokens SIZES.X; codes of the first steps before this waits for
-    the launch before it, if it does."""
+    the launch before it, if it does. Of many steps ptxas moves loads that are ahead of a product to
+    where registers are free, which may be right before they are used; not those behind it."""
     L: gl.constexpr = steps_of(COLUMNS, C)
     X: gl.constexpr = SIZES.X
     LOOPED: gl.constexpr = (L - P) // P * P if L > P else 0
@@ -422,19 +423,24 @@ def add_product(
         for p in gl.static_range(P):
             x, t = line[0]
             now, step = (ring[0], x, t), first + p
-            new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
-            ring = ring[1:] + (new,)  # noqa: RUF005
+            ring = ring[1:]
+            if not SIZES.late:
+                new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
+                ring = ring + (new,)  # noqa: RUF005
             x, t, further = next_tokens(
                 further, tokens, here_S, factors, step + X, gl.minimum(step + X + 1, L - 1),
                 COLUMNS, C, W, SIZES, SOME,
             )  # fmt: skip
             line = line[1:] + ((x, t),)  # noqa: RUF005
             acc = add_step(acc, now, W, DTYPE, SIZES)
+            if SIZES.late:
+                new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
+                ring = ring + (new,)  # noqa: RUF005
     for step in gl.static_range(LOOPED, L):
         x, t = line[0]
         now = (ring[0], x, t)
         ring, line = ring[1:], line[1:]
-        if step + P < L:
+        if step + P < L and not SIZES.late:
             new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
             ring = ring + (new,)  # noqa: RUF005
         if step + X < L:
@@ -444,6 +450,9 @@ def add_product(
             )  # fmt: skip
             line = line + ((x, t),)  # noqa: RUF005
         acc = add_step(acc, now, W, DTYPE, SIZES)
+        if step + P < L and SIZES.late:
+            new = load_all(weights, step + P, COLUMNS, C, W, SIZES, SOME)
+            ring = ring + (new,)  # noqa: RUF005
     return acc, factors[0]
 
 
