@@ -71,7 +71,9 @@ class Stream:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.S, self.MW, self.MT, self.NT, self.tokens_ahead, self.late, self.in_values)
+        return Sizes(
+            self.S, self.MW, self.MT, self.NT, self.tokens_ahead, self.late, self.in_values
+        )
 
     @property
     def rows(self) -> int:
