@@ -23,7 +23,7 @@ WHOLE_SCALES = ("row", "tensor")
 # Inputs whose scales leave the sum, as those of their weights do, which have the same elements.
 BY_ROW = tuple(f"{e}:{group}" for e in ("float8_e4m3fn", "int8") for group in WHOLE_SCALES)
 # Inputs that are multiplied with weights of four bits as codes, where others emulate them.
-FLOAT8_INPUTS = tuple(f"{FLOAT8}:{group}" for group in WHOLE_SCALES)
+FLOAT8_INPUTS = (*(f"{FLOAT8}:{group}" for group in WHOLE_SCALES), INPUTS, "mxfp8")
 MOST_COLUMNS_OF_INT8 = (2**31 - 1) // (127 * 128)  # whose products an int32 has room for
 CHUNK = 64  # columns of a result that share the scales of a weight, for many rows an expert
 

@@ -13,6 +13,7 @@ from moe_ops.kernels.triton import (
     one_a_step,
 )
 from moe_ops.ops.experts import ExpertsCall
+from moe_ops.quant.formats import Format
 
 # Measured on an H200 over six layers (moe_ops/tuned/h200.json): up to how many tokens triton.tiny
 # is the fastest, and up to how many rows an expert triton.rows is, if an expert's second weight has
@@ -39,8 +40,10 @@ MOST_ROWS_OF_LARGE_AS_STORED = {4: 6, 6: 24, 8: 5}
 HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
 # Of large experts from so many rows an expert on average on codes of four bits are multiplied with
 # those of float8 as such, where fewer are multiplied as 16 bits
-# (benchmarks/results/float8_tiles_h200.json).
-LEAST_ROWS_OF_FLOAT8 = 8
+# (benchmarks/results/float8_tiles_h200.json). With a scale for 32 columns of a token each of these
+# makes a sum of its own: 64 experts of 4096 x 3072 took 400 µs with 8 rows an expert, 455 in 16
+# bits; with 32 rows, in tiles of 128, 871 and 576.
+LEAST_ROWS_OF_FLOAT8, MOST_ROWS_OF_MXFP8 = 8, 24
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
@@ -70,6 +73,15 @@ def least_of_float8(call: ExpertsCall) -> float:
         return math.inf
     experts = call.w2_EDI.shape[0] if call.expert_map is None else call.expert_map.shape[0]
     return -(-LEAST_ROWS_OF_FLOAT8 * experts // call.ids_TK.shape[1])
+
+
+def most_of_float8(call: ExpertsCall) -> int | None:
+    """The most tokens whose codes meet weights of four bits as such: of those with a scale for 32
+    columns as many as one small tile for each expert has."""
+    if not call.x_format or Format.of(call.x_format).name != "mxfp8":
+        return None
+    experts = call.w2_EDI.shape[0] if call.expert_map is None else call.expert_map.shape[0]
+    return MOST_ROWS_OF_MXFP8 * experts // call.ids_TK.shape[1]
 
 
 def _is_large(call: ExpertsCall) -> bool:

@@ -30,7 +30,7 @@ from moe_ops.backends.triton_hopper import (
     refuse_wgmma,
     refused_products,
 )
-from moe_ops.backends.triton_limits import least_of_float8
+from moe_ops.backends.triton_limits import least_of_float8, most_of_float8
 from moe_ops.backends.triton_support import weight_of
 from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
@@ -169,7 +169,7 @@ PATHS = (
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(
         name="grouped/float8", run="grouped_float8_tokens:run", refusal=refuse_float8,
-        tiles=":of_float8",
+        tiles=":of_float8", most=most_of_float8,
     ),
     Path(
         name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers,
@@ -304,7 +304,8 @@ def told(kernel: str, call: ExpertsCall, *, adapted: bool = False) -> str:
         if refusal is None and (isinstance(rows, int) or least_of(path, call) == math.inf):
             refusal = path.is_slower(call)
         if refusal is None and not isinstance(rows, int) and least_of(path, call) > 0:
-            ways.append(f"{path.name} from {least_of(path, call)} rows on")
+            end = "rows on" if most is None else f"to {most} rows"
+            ways.append(f"{path.name} from {least_of(path, call)} {end}")
             continue
         partly = refusal is not None and path.runs_one_product(call)
         if refusal is not None:

@@ -20,7 +20,7 @@ from moe_ops.kernels.triton import (
 )
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
-from moe_ops.kernels.triton.experts.products.float8_tile import Float8Tile
+from moe_ops.kernels.triton.experts.products.float8_tile import SCALES, Float8Tile
 from moe_ops.kernels.triton.experts.products.grouped_tile import (
     BLOCK_MEMORY,
     OF_A_PAIR,
@@ -230,7 +230,7 @@ LEAST_FOLDED = 64  # tokens of a tile for which scales become part of codes
 def float8_tile(tokens: int, blocks: int) -> Float8Tile:
     """A tile with as many stages as fit."""
     memory = (BLOCK_MEMORY if blocks == 1 else OF_A_PAIR) - STORED
-    stage = 2 * STEP * (tokens + 64)
+    stage = 2 * STEP * (tokens + 64) + 4 * SCALES * tokens
     stages = stages_within(memory, stage, MOST_FLOAT8_STAGES)
     return Float8Tile(tokens, stages, blocks, tokens >= LEAST_FOLDED)
 
@@ -261,26 +261,24 @@ def of_few(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | No
 def of_one_in_values(
     x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
 ) -> Streams:
-    """The tiles of an invariant call of one token. Warps share choices, not the columns of a row:
-    of eight the fastest, or within 1 % of it, for four layers on an H200. Of small experts a warp
-    waits for its token; of huge ones it multiplies one step behind the other for as long as its row
-    takes."""
+    """The tiles of an invariant call of one token: of eight the fastest, or within 1 % of it, for
+    four layers on an H200. Warps share choices, not the columns of a row. Of small experts a warp
+    waits for its token; of huge ones it multiplies step by step for as long as its row takes."""
     codes, (_, D, width) = _codes(layer), layer.sizes
     shares = min(8, power_of_two(ids_TK.shape[1]))
     if D * width >= HUGE:
         return _one_of_huge(codes, shares)
-    of = Stream(ahead=4, tokens_ahead=3 if D * width < LARGE else 1, in_values=True)
-    return Streams(up=of, down=replace(of, S=shares))
+    up = Stream(ahead=4, tokens_ahead=3 if D * width < LARGE else 1, in_values=True)
+    return Streams(up=up, down=replace(up, S=shares))
 
 
 def _one_of_huge(codes: Codes, shares: int) -> Streams:
     """The fastest of about thirty tiles for Mixtral's layer on an H200, or within 2 % of it."""
     up, down = Stream(MW=4, in_values=True), Stream(S=shares, in_values=True)
-    if codes.weight.element == "uint4":  # with more steps ahead registers would spill
-        return Streams(up=up, down=replace(down, ahead=6, tokens_ahead=3, late=True))
-    if codes.bits == 4 and codes.one_a_step:
+    if codes.bits == 4 and codes.one_a_step and codes.weight.element != "uint4":
         return Streams(up=replace(up, late=True), down=replace(down, ahead=6))
-    return Streams(up=up, down=replace(down, ahead=8, tokens_ahead=3, late=True))
+    ahead = 6 if codes.weight.element == "uint4" else 8  # with more of it registers would spill
+    return Streams(up=up, down=replace(down, ahead=ahead, tokens_ahead=3, late=True))
 
 
 def of_few_in_values(

@@ -193,6 +193,16 @@ def test_codes_meet_tokens_of_float8_where_that_is_faster(hopper: None) -> None:
         assert experts.paths["triton.grouped/float8"].refusal("cuda", 400, call) is None
 
 
+def test_codes_with_a_scale_for_32_columns_meet_weights_in_small_tiles_alone(hopper: None) -> None:
+    few, many = (call_of(("mxfp4", "mxfp8"), T, (4096, 2048)) for T in (48, 49))
+    assert triton_paths.pick("grouped", few).path.name == "grouped/float8"
+    found = triton_paths.pick("grouped", many)
+    assert found.path.name == "grouped/registers"
+    assert found.refusals["grouped/float8"] == "takes at most 48 rows"
+    groups = call_of(("int4:1x128:bfloat16", "float8_e4m3fn:1x128"), 4000, (4096, 2048))
+    assert triton_paths.pick("grouped", groups).path.name == "grouped/float8"
+
+
 @pytest.mark.parametrize(
     ("expected", "widths", "emulated"),
     [(8, (4096, 2048), False), (1, (4096, 2048), True), (8, (768, 576), True)],
@@ -225,7 +235,7 @@ def test_the_first_line_says_which_and_the_rest_why_no_other(hopper: None) -> No
         "grouped/wgmma; grouped/row_scales multiplies codes of 8 bits with a scale a row or tensor"
         ", got mxfp4; grouped/blocks multiplies codes of float8 with a scale for 128 columns, got "
         "mxfp4; grouped/float8 multiplies inputs of float8_e4m3fn:row, float8_e4m3fn:tensor, "
-        "got floats; grouped/registers needs widths above 256 that 32 "
+        "float8_e4m3fn:1x128, mxfp8, got floats; grouped/registers needs widths above 256 that 32 "
         "divides, got 256 and 224"
     )
 

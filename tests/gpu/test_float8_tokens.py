@@ -25,9 +25,11 @@ from tests.gpu.test_quantized_kernels import WIDTHS, hopper, relative_error, une
 pytestmark = [pytest.mark.gpu, hopper]
 
 ROW, TENSOR, INT4 = "float8_e4m3fn:row", "float8_e4m3fn:tensor", "int4:1x128:bfloat16"
+GROUPS = "float8_e4m3fn:1x128"
 FORMATS = (
     ("mxfp4", ROW), ("mxfp4", TENSOR), (INT4, ROW), ("int4:row", ROW),
-    ("uint4:1x128:float16", ROW),
+    ("uint4:1x128:float16", ROW), (INT4, GROUPS), ("uint4:1x128:float16", GROUPS),
+    ("mxfp4", "mxfp8"),
 )  # fmt: skip
 BF16, F16 = torch.bfloat16, torch.float16
 # Columns that fill neither steps nor groups, rows of W that fill no tile, and scales no words.
@@ -102,9 +104,10 @@ def scaled_apart(call: ExpertsCall) -> ExpertsCall:
     return replace(call, w13_scale_EFG=w13, w2_scale_EDG=w2)
 
 
+@pytest.mark.parametrize("inputs", [ROW, "mxfp8"])
 @pytest.mark.parametrize("name", ["qwen3_30b", "gpt_oss_20b"])
-def test_scales_that_are_no_part_of_codes(name: str) -> None:
-    call = scaled_apart(layer_of(name, 200, ("mxfp4", ROW), BF16))
+def test_scales_that_are_no_part_of_codes(name: str, inputs: str) -> None:
+    call = scaled_apart(layer_of(name, 200, ("mxfp4", inputs), BF16))
     want, nan = wanted(call), (call.ids_TK == 2).any(1)
     others = torch.arange(want.shape[1], device="cuda") != 65
     for got in same_by_all(call):
@@ -126,9 +129,17 @@ def test_a_token_of_nan_is_alone(formats: tuple[str, str]) -> None:
         assert torch.equal(got[others], before[others])
 
 
-def test_tokens_that_come_as_codes() -> None:
-    call = layer_of("gpt_oss_20b", 60, ("mxfp4", ROW), BF16)
-    done = packing.quantize(call.x_TD, Format.of(ROW))
+@pytest.mark.parametrize(
+    ("name", "formats"),
+    [
+        ("gpt_oss_20b", ("mxfp4", ROW)), ("gpt_oss_20b", ("mxfp4", "mxfp8")),
+        ("qwen3_30b", (INT4, GROUPS)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tokens_that_come_as_codes(name: str, formats: tuple[str, str]) -> None:
+    call = layer_of(name, 60, formats, BF16)
+    done = packing.quantize(call.x_TD, Format.of(formats[1]))
     given = replace(call, x_TD=done.values, x_scale_TG=done.scale, out_dtype="bfloat16")
     for got, want in zip(same_by_all(given), same_by_all(call), strict=True):
         assert torch.equal(got, want)

@@ -18,18 +18,19 @@ from tests.kernels.offline_sizes import FORMATS, PLAIN, D, E, I, empty
 
 def float8_tokens_product(
     N: int, K: int, out_n: int, act: Act, bias: bool, format: tuple[str, int, str],
-    tile: tuple[int, int], static: bool = False,
+    tile: tuple[int, int], static: bool = False, grouped: bool = False,
 ) -> None:  # fmt: skip
-    """`static`: whether h has a static scale."""
+    """`static`: whether h has a static scale; `grouped`: whether tokens have a scale for as many
+    columns as weights have one."""
     element, across, kind = format
     stored = torch.uint8 if kind == "e8m0" else getattr(torch, kind)
     each, first = K // across if across > 0 else 1, act.kind is not None
     weight, of_tile = Weight(element, 1, across, kind, True, 4), float8_tile(*tile)
-    folds = of_tile.fold and grouped_float8_tokens.folds(weight)
+    folds = of_tile.fold and grouped_float8_tokens.folds(weight) and not grouped
     how = {"static": empty(1, dtype=torch.float32), "held": tl.bfloat16} if static and first else {}
     grouped_float8_tokens.launch(
         empty(4096, K, dtype=torch.float8_e4m3fn),
-        empty(4096, dtype=torch.float32),
+        empty(4096, *((K // 32,) if grouped else ()), dtype=torch.float32),
         empty(E, N, K // 8, dtype=torch.int32),
         empty(E, N, each, dtype=stored),
         empty(E, N, each, dtype=torch.uint8) if element == "uint4" else None,
@@ -66,6 +67,9 @@ def float8_tokens_products(names: list[str]) -> None:
         if FORMATS in names:
             float8_tokens_product(2 * I, columns, I, Act("silu"), False, format, tile)
             float8_tokens_product(D, columns, D, LINEAR, True, format, tile)
+    for format, tile in ((int4, few), (int4, FLOAT8_TILES[-1]), (mxfp4, few)):
+        if FORMATS in names:
+            float8_tokens_product(2 * I, D, I, Act("silu"), False, format, tile, grouped=True)
     if FORMATS in names:
         float8_tokens_product(2 * I, D, I, Act("silu"), False, int4, few, static=True)
         float8_tokens_product(D, D, D, LINEAR, False, int4, few, static=True)

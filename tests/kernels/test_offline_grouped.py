@@ -174,7 +174,7 @@ def test_the_kernel_of_codes_waits_for_no_single_product(names, variants):
         (("plain",), 1),
         *(
             pytest.param(*p, marks=pytest.mark.every)
-            for p in ((USED, 6), (("formats",), 22), (OTHERS, 16))
+            for p in ((USED, 6), (("formats",), 25), (OTHERS, 16))
         ),
     ],
     ids=["plain", "used", "formats", "others"],

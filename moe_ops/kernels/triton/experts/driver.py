@@ -124,7 +124,7 @@ def _order(
         c.layer = decoded(c.layer, c.dtype)
     if products.sorts:
         routed, order = (c.ids_TK, E, c.expert_map), None
-        if batches is not None and _stays(codes):
+        if batches is not None and not c.reads.float8 and _stays(codes):
             c.weights, ends_E = None, batches.counts_E
             c.order = (None, ends_E)
         elif batches is not None:

@@ -13,6 +13,7 @@ from moe_ops.kernels.triton import Inputs, Weight, brings_decoder, in_blocks, in
 # As kernels ask them of W; their sources are part of what Triton's cache knows a kernel by.
 are_words = triton.constexpr_function(in_words)
 brings_its_decoder = triton.constexpr_function(brings_decoder)
+POWERS = "powers of two"
 are_blocks = triton.constexpr_function(in_blocks)
 
 
@@ -29,7 +30,9 @@ class Codes:
     global_scale13_E: Tensor | None = None
     global_scale2_E: Tensor | None = None
     inputs: Inputs | None = None  # that are emulated
-    scaled: str = ""  # of those of 8 bits, what has a scale: "group", "row" or "tensor"
+    # Of those of 8 bits, what has a scale: "row", "tensor", "group", or POWERS: groups whose scales
+    # are powers of two.
+    scaled: str = ""
     x_scale: Tensor | None = None  # static ones
     h_scale: Tensor | None = None
     x_scale_TG: Tensor | None = None  # of tokens that are codes already
@@ -47,7 +50,7 @@ class Codes:
     @property
     def by_row(self) -> bool:
         """Whether inputs have 8 bits, and scales that leave the sum: see `row_scales.py`."""
-        return self.quantizes and self.scaled != "group"
+        return self.quantizes and self.scaled not in ("group", POWERS)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,12 +67,14 @@ class Codes:
 
 
 def with_float8(codes: Codes) -> Codes:
-    """Codes whose inputs of float8, of a scale a row or tensor, are multiplied as such, in place of
-    being emulated."""
+    """Codes whose inputs of float8 are multiplied as such, in place of being emulated: of a scale a
+    row or tensor, or for as many columns as weights have one for."""
     inputs = codes.inputs
-    assert inputs is not None and inputs.scale in ("row", "tensor"), inputs
+    assert inputs is not None, codes
+    scaled = {"e8m0": POWERS, "float32": "group"}.get(inputs.scale, inputs.scale)
+    assert scaled in ("row", "tensor") or inputs.group == codes.weight.across, inputs
     weight = replace(codes.weight, inputs_8=True)
-    return replace(codes, weight=weight, inputs=None, scaled=inputs.scale)
+    return replace(codes, weight=weight, inputs=None, scaled=scaled)
 
 
 def floats_of(x_TD: Tensor, codes: Codes | None) -> torch.dtype:

@@ -45,6 +45,15 @@ def in_float8_order(codes):
 
 
 @triton.jit
+def place_in_stages(g, GROUP: tl.constexpr):
+    """Where a row has the scale of group g of its columns, for the stages of
+    `grouped_float8_tokens.py`: eight places for each 256 columns, the first ones of which are
+    taken."""
+    EACH: tl.constexpr = 256 // GROUP
+    return g // EACH * 8 + g % EACH
+
+
+@triton.jit
 def column_at(place, BITS: tl.constexpr):
     """The column of tokens that is stored in a place, once arranged: for codes of four bits in the
     order in which words are decoded. For six a thread has 32 columns side by side, of which those

@@ -22,6 +22,7 @@ from moe_ops.kernels.triton.experts.formats.order import arranged
 from moe_ops.kernels.triton.experts.operands import row_scales
 from moe_ops.kernels.triton.experts.operands.beside_sort import Made
 from moe_ops.kernels.triton.experts.operands.fake_quantized import emulate
+from moe_ops.kernels.triton.experts.operands.float8_groups import quantize_in_order
 from moe_ops.kernels.triton.experts.operands.group_scales import quantize_sorted, quantize_tokens
 from moe_ops.kernels.triton.experts.operands.permuted import arrange
 from moe_ops.kernels.triton.experts.operands.prequantized import decode, in_rows
@@ -55,7 +56,12 @@ def tokens_operand(c: Call, x_TD: Tensor) -> Operand:
     elif codes.quantizes and given_TG is not None:
         scale = given_TG
         if inverse_R is not None:
-            x_TD, scale = in_rows(x_TD, given_TG, inverse_R, K, c.slots)
+            group = codes.weight.across if c.reads.float8 else 0
+            x_TD, scale = in_rows(
+                x_TD, given_TG, inverse_R, K, c.slots, arranged=c.reads.float8, group=group
+            )
+    elif codes.quantizes and c.reads.float8:
+        x_TD, scale = quantize_in_order(x_TD, codes, inverse_R, K)
     elif codes.quantizes and inverse_R is not None:
         x_TD, scale = quantize_sorted(x_TD, inverse_R, K, codes.weight.across, c.slots)
     elif codes.quantizes:
@@ -103,6 +109,8 @@ def hidden_operand(c: Call) -> Operand:
     elif codes.by_row:
         assert c.weights is not None
         values, scale = row_scales.quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
+    elif codes.quantizes and c.reads.float8:
+        values, scale = quantize_in_order(values, codes)
     elif codes.quantizes:
         # Other paths make these codes in the first product.
         values, scale = quantize_tokens(values, codes.weight, c.batches, inverse=c.invariant)

@@ -10,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_ops.kernels.triton.experts.formats.codes import Codes
-from moe_ops.kernels.triton.experts.formats.order import in_float8_order
+from moe_ops.kernels.triton.experts.formats.order import in_float8_order, place_in_stages
 from moe_ops.kernels.triton.experts.formats.scales import scale_of
+from moe_ops.kernels.triton.experts.operands.float8_groups import places_for_scales
 from moe_ops.kernels.triton.experts.schedule.sort import row_of
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
@@ -24,11 +25,13 @@ TOKENS, WORDS, COLUMNS = 16, 64, 1024  # of a program: tokens and words of codes
 def copy_to_rows_kernel(
     codes_ptr, scale_ptr, inverse_ptr, out_ptr, out_scale_ptr, stride_scale, T, M,
     K: tl.constexpr, W: tl.constexpr, G: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
-    BG: tl.constexpr, ARRANGED: tl.constexpr, PDL: tl.constexpr,
+    BG: tl.constexpr, KIND: tl.constexpr, ARRANGED: tl.constexpr, STAGED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BW words of the codes of BT tokens, or bytes if they become ARRANGED as
     `in_float8_order` says, written to each of their rows; the first one of these tokens copies
-    their scales."""
+    their scales. STAGED: the columns that share one, where they are laid out as `place_in_stages`
+    has them, with zeros behind the last one."""
     take_turn(PDL)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     w = (tl.program_id(1) * BW + tl.arange(0, BW))[None, :]
@@ -38,39 +41,54 @@ def copy_to_rows_kernel(
     if M is not None:  # a slot is read if it is used
         here = (row_of(inverse_ptr, t, t < T, M) >= 0)[:, None]
     words = tl.load(codes_ptr + t_T1 * W + w, mask=here & (w < W), other=0)
-    mine = here & (g < tl.where(tl.program_id(1) == 0, G, 0))
-    scales = tl.load(scale_ptr + t_T1 * G + g, mask=mine, other=0.0)
+    mine = here & (g < tl.where(tl.program_id(1) == 0, BG if STAGED > 0 else G, 0))
+    scales = scale_of(tl.load(scale_ptr + t_T1 * G + g, mask=mine & (g < G), other=0), KIND)
     if ARRANGED:
         words = in_float8_order(words)
     for k in range(K):
         row = row_of(inverse_ptr, t * K + k, t < T, M).to(tl.int64)[:, None]
         tl.store(out_ptr + row * W + w, words, mask=(row >= 0) & (w < W))
-        tl.store(out_scale_ptr + g * stride_scale + row, scales, mask=mine & (row >= 0))
+        if STAGED > 0:
+            place = place_in_stages(g, STAGED)
+            at, there = out_scale_ptr + row * stride_scale + place, place < stride_scale
+        else:
+            at, there = out_scale_ptr + g * stride_scale + row, g < G
+        tl.store(at, scales, mask=mine & there & (row >= 0))
 
 
 def in_rows(
     x_TD: Tensor, scale_TG: Tensor, inverse_R: Tensor, top_k: int, slots: int | None = None,
-    arranged: bool = False,
+    arranged: bool = False, group: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes [R, D] of the token in each row (`sort_pairs`), and float32 scales [groups, R or more],
-    as `quantize_sorted` lays them out. Rows of no pair stay unwritten. Codes fill words. inverse_R
+    as `quantize_sorted` lays them out, or of a `group` of columns each as `quantize_in_order` does.
+    Rows of no pair stay unwritten. Codes fill words. inverse_R
     and slots as `row_of` takes them; codes in slots stay there where TMA can copy them, unless they
     are to be `arranged`, as `in_float8_order` says, of whole 32 columns."""
     (T, D), R, G = x_TD.shape, x_TD.shape[0] * top_k, scale_TG.shape[1]
     stays = slots is not None and not arranged and x_TD.data_ptr() % BOX_BYTES == 0
     codes_RD = x_TD if stays else x_TD.new_empty(R, D)
-    scale_GR = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16)
+    if group:
+        scales = places_for_scales(codes_RD)
+    else:
+        scales = scale_TG.new_empty(G, triton.cdiv(R, 16) * 16, dtype=torch.float32)
     unit, each = (torch.uint8, 1) if arranged else (torch.int32, 4)
     W = 0 if stays else D // each
     BW = min(4 * WORDS // each, triton.next_power_of_2(max(1, W)))
     launch(
         copy_to_rows_kernel, (triton.cdiv(T, TOKENS), max(1, triton.cdiv(W, BW))),
-        x_TD.view(unit), scale_TG, inverse_R, codes_RD.view(unit), scale_GR, scale_GR.stride(0), T,
+        x_TD.view(unit), scale_TG, inverse_R, codes_RD.view(unit), scales, scales.stride(0), T,
         slots,
-        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(G), ARRANGED=arranged,
+        K=top_k, W=W, G=G, BT=TOKENS, BW=BW, BG=triton.next_power_of_2(max(2, G)),
+        KIND=_kind_of(scale_TG), ARRANGED=arranged, STAGED=group,
         num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
-    return codes_RD, scale_GR
+    return codes_RD, scales
+
+
+def _kind_of(scale_TG: Tensor) -> str:
+    """How scales of tokens are stored, as `scale_of` takes it."""
+    return "e8m0" if scale_TG.dtype != torch.float32 else "float32"
 
 
 @triton.jit
@@ -108,7 +126,7 @@ def decode(x_TD: Tensor, codes: Codes) -> Tensor:
         decode_tokens_kernel, (T, triton.cdiv(D, BD)), values, scale_TG, out,
         D=D, GROUP=D if whole else codes.inputs.group,
         ELEMENT=str(x_TD.dtype).removeprefix("torch."),
-        KIND="e8m0" if codes.inputs.scale == "e8m0" else "float32", BD=BD, num_warps=4,
+        KIND=_kind_of(scale_TG), BD=BD, num_warps=4,
         **pdl_options(x_TD),
     )  # fmt: skip
     return out

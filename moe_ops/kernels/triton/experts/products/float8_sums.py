@@ -4,6 +4,7 @@ each group of columns does, which is multiplied by its scale.
 
     accs    sums of the tokens of a tile, in PARTS of so many
     begun   products that are under way
+    SCALED  what of tokens has a scale, as in `grouped_float8_tokens.py`
     parts   codes of units of W but for the last instruction of decoding them; bytes: all of it
     more    how much the exponents of scales are above the least that their row may have
 """
@@ -114,14 +115,32 @@ def _load_zeros(w_zero_ptr, at, i, W: gl.constexpr):
 
 
 @gluon.jit
+def _of_tokens(
+    rings, stage, half: gl.constexpr, JOB: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """[1, T]: the scales that the tokens of a product have for its columns; 0 if they have none."""
+    if SCALED == "groups":
+        PART: gl.constexpr = JOB % len(PARTS)
+        GROUP: gl.constexpr = half * GROUPS + JOB // len(PARTS)
+        T: gl.constexpr = PARTS[PART]
+        place = rings[1][1].index(stage).slice(first_of(PARTS, PART), T)
+        return place.slice(GROUP, 1, dim=1).permute([1, 0]).load(sums_layout(T))
+    else:
+        return 0
+
+
+@gluon.jit
 def _add(
-    accs, done, stored, half: gl.constexpr, JOB: gl.constexpr, GROUPS: gl.constexpr,
-    PARTS: gl.constexpr, W: gl.constexpr,
+    accs, done, stored, of_tokens, half: gl.constexpr, JOB: gl.constexpr, GROUPS: gl.constexpr,
+    PARTS: gl.constexpr, W: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Add what a product made to the sums of its part of the tokens."""
     PART: gl.constexpr = JOB % len(PARTS)
     GROUP: gl.constexpr = half * GROUPS + JOB // len(PARTS)
     T: gl.constexpr = PARTS[PART]
+    if SCALED == "groups":
+        done = done * of_tokens
     if W.across != -1:
         done = done * fragments.of_rows(fragments.scale_at(stored, GROUP, GROUPS, W), T)
     sums = ()
@@ -133,7 +152,8 @@ def _add(
 @gluon.jit
 def _add_stage(
     accs, bytes, stored, less, next_less, rings, step, last, LOWER: gl.constexpr,
-    GROUPS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr,
+    GROUPS: gl.constexpr, PARTS: gl.constexpr, W: gl.constexpr, SCALED: gl.constexpr,
+    ACT: gl.constexpr,
 ):  # fmt: skip
     """Add the products of a stage to sums: those of each of its groups of columns, times its scale.
 
@@ -141,7 +161,7 @@ def _add_stage(
     lies there. Codes are integers from one stage to the next: Triton would take others apart, one
     by one.
     """
-    codes, tokens, full, empty = rings
+    codes, tokens, full, empty = rings[0], rings[1][0], rings[2], rings[3]
     STAGES: gl.constexpr = full.shape[0]
     JOBS: gl.constexpr = GROUPS * len(PARTS)
     DEPTH: gl.constexpr = min(2 * JOBS, in_flight(PARTS))
@@ -163,8 +183,11 @@ def _add_stage(
         if j == 2 * JOBS - FIRST:
             mbarrier.wait(full.index(next_stage), (step + 1) // STAGES & 1, pred=step != last)
             parts = _decode(codes, next_stage, next_less, 0, LOWER, W, ACT)
+        of_tokens = _of_tokens(rings, stage, j // JOBS, j % JOBS, GROUPS, PARTS, SCALED)
         begun = _wait(begun)
-        accs = _add(accs, begun[0], stored, j // JOBS, j % JOBS, GROUPS, PARTS, W)
+        accs = _add(
+            accs, begun[0], stored, of_tokens, j // JOBS, j % JOBS, GROUPS, PARTS, W, SCALED
+        )
         rest = ()
         for s in gl.static_range(1, len(begun)):
             rest = rest + (begun[s],)  # noqa: RUF005
@@ -180,11 +203,11 @@ def _add_stage(
 @gluon.jit
 def _add_stage_in_turn(
     accs, stored, less, rings, step, LOWER: gl.constexpr, GROUPS: gl.constexpr,
-    PARTS: gl.constexpr, W: gl.constexpr, ACT: gl.constexpr,
+    PARTS: gl.constexpr, W: gl.constexpr, SCALED: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """`_add_stage` of few registers: nothing is decoded ahead. While a warp waits for products,
     those of the other block that shares the processor decode."""
-    codes, tokens, full, empty = rings
+    codes, tokens, full, empty = rings[0], rings[1][0], rings[2], rings[3]
     STAGES: gl.constexpr = full.shape[0]
     JOBS: gl.constexpr = GROUPS * len(PARTS)
     DEPTH: gl.constexpr = min(JOBS, 2)
@@ -198,8 +221,9 @@ def _add_stage_in_turn(
         for j in gl.static_range(DEPTH):
             begun = begun + (_start(operands, place, j, PARTS),)  # noqa: RUF005
         for j in gl.static_range(JOBS):
+            of_tokens = _of_tokens(rings, stage, half, j, GROUPS, PARTS, SCALED)
             begun = _wait(begun)
-            accs = _add(accs, begun[0], stored, half, j, GROUPS, PARTS, W)
+            accs = _add(accs, begun[0], stored, of_tokens, half, j, GROUPS, PARTS, W, SCALED)
             rest = ()
             for s in gl.static_range(1, len(begun)):
                 rest = rest + (begun[s],)  # noqa: RUF005
@@ -226,8 +250,9 @@ def multiply(
     """The sums of a consumer's rows of W with the tokens of a tile, in parts of so many; and what
     `nan_words` saw."""
     w_scale_ptr, w_zero_ptr, _, _ = scales
-    codes, _, full, _ = rings
+    codes, full = rings[0], rings[2]
     W: gl.constexpr = HOW[0]
+    SCALED: gl.constexpr = HOW[2]
     ACT: gl.constexpr = HOW[-1]
     GROUPS: gl.constexpr = fragments.groups_of(W)
     accs = _no_sums(PARTS)
@@ -248,11 +273,11 @@ def multiply(
         if AHEAD:
             accs, bytes = _add_stage(
                 accs, bytes, words, zeros, further_zeros, rings, step + i, last, LOWER, GROUPS,
-                PARTS, W, ACT,
+                PARTS, W, SCALED, ACT,
             )  # fmt: skip
         else:
             accs = _add_stage_in_turn(
-                accs, words, zeros, rings, step + i, LOWER, GROUPS, PARTS, W, ACT
+                accs, words, zeros, rings, step + i, LOWER, GROUPS, PARTS, W, SCALED, ACT
             )  # fmt: skip
         stored, zeros = further, further_zeros
     return accs, seen
@@ -308,7 +333,7 @@ def _add_folded(
     """Add the products of a stage, of which scales are a part, to sums: see `_add_stage`. What
     writes to operands is ahead of the products of both halves: else ptxas waits for each of them.
     """
-    codes, tokens, full, empty = rings
+    codes, tokens, full, empty = rings[0], rings[1][0], rings[2], rings[3]
     STAGES: gl.constexpr = full.shape[0]
     stage = step % STAGES
     left = _operands((bytes[0], bytes[1], bytes[2], bytes[3]), 1, PARTS[0], gl.float8e5)[0]
@@ -347,7 +372,7 @@ def multiply_folded(
 ):  # fmt: skip
     """The sums of `multiply` where the scales of each row are near each other, without the last
     factor of the row: powers of two, which become part of the codes."""
-    codes, _, full, _ = rings
+    codes, full = rings[0], rings[2]
     W: gl.constexpr = HOW[0]
     ACT: gl.constexpr = HOW[-1]
     accs = _no_sums(PARTS)

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from moe_ops.kernels.triton import Constant
 
+# Columns of a stage, and the places that each token has for the scales of those that share one, of
+# which there are two or eight: TMA copies whole 16 bytes, from multiples of 16 on.
+COLUMNS, SCALES = 256, 8
+
 
 @dataclass(frozen=True, eq=False)
 class Float8Tile(Constant):

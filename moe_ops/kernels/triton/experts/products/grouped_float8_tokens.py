@@ -5,17 +5,19 @@ are multiplied.
 As in `grouped_registers.py` weights are the first and tokens the second operand: a tile is 128 rows
 of W by 32 or 128 tokens, and what it makes is stored transposed. Tokens are quantised ahead of each
 product. Columns with one scale of W make a sum of their own, which is multiplied by it and added in
-float32; so are 128 or 256 columns at most, as the unit adds with fewer bits. The scale of a token
-is multiplied into the sum of all columns.
+float32; so are 128 or 256 columns at most, as the unit adds with fewer bits. A scale of a token is
+multiplied into the sum of its columns: all of them, or as many as share one of W.
 
     rows of x   in the order of experts, their columns in that of `order.in_float8_order`: so is h
     first       h: the gate and up values of one column are in one thread
     second      y, which is summed by token
 
 What the functions below share is as in `skeleton.py`, and
-    rings   stages of codes, of two boxes each, and of tokens, of two halves; barriers
+    rings   stages of codes, of two boxes each; of tokens, of two halves, with the scales of their
+            groups behind them, if they have these; barriers
+    SCALED  what of tokens has a scale: "rows", "all" of them, or "groups" of columns of a row
     sizes   rows of W per expert; K; columns of the output, and those that it is stored with
-    scales  scales and zero points of W; scales of rows of x; `references` of W or None
+    scales  scales and zero points of W; scales of rows of x, or None; `references` of W or None
     output  bias or None, static scale or None, pointer
     accs    sums of the tokens of a tile, in PARTS of so many
 """
@@ -46,7 +48,7 @@ from moe_ops.kernels.triton.experts.products.float8_sums import (
     multiply,
     multiply_folded,
 )
-from moe_ops.kernels.triton.experts.products.float8_tile import Float8Tile
+from moe_ops.kernels.triton.experts.products.float8_tile import SCALES, Float8Tile
 from moe_ops.kernels.triton.experts.products.fragments_float8 import (
     HALF,
     ROWS,
@@ -58,6 +60,8 @@ from moe_ops.kernels.triton.experts.products.hopper import as_held, tma_load
 from moe_ops.kernels.triton.experts.products.skeleton import first_tile, specialize
 from moe_ops.kernels.triton.experts.schedule.tile_map import TileMap
 from moe_ops.kernels.triton.experts.weights import Stack
+
+SCALES_OF_STAGE = gl.constexpr(SCALES)
 
 
 @gluon.constexpr_function
@@ -86,16 +90,19 @@ def _boxes_of_tile(slot, tile, source, rings, sizes, HOW: gl.constexpr):
 @gluon.jit
 def _copy(i, bar, stage, tile, at, source, rings, sizes, HOW: gl.constexpr):
     """A step of codes and of tokens."""
-    codes, tokens, _, _ = rings
-    x_desc, left_desc, right_desc = source
+    codes, tokens = rings[0], rings[1][0]
+    x_desc, left_desc, right_desc = source[0], source[1], source[2]
     left, right, filled = at
     TOKENS: gl.constexpr = HOW[1].tokens
     PART: gl.constexpr = box_of(TOKENS)
-    CODES: gl.constexpr = ROWS * (STEP // 2)
+    SCALES: gl.constexpr = SCALES_OF_STAGE if HOW[2] == "groups" else 0
+    CODES: gl.constexpr = ROWS * (STEP // 2) + SCALES * TOKENS * 4
     for b in gl.static_range(TOKENS // PART):
         mbarrier.expect(bar, CODES + (b + 1) * PART * STEP, pred=filled == b + 1)
     tma_load(left_desc, [left, i * 32], bar, codes.index(2 * stage))
     tma_load(right_desc, [right, i * 32], bar, codes.index(2 * stage + 1))
+    if SCALES > 0:
+        tma_load(source[3], [tile[2], i * SCALES], bar, rings[1][1].index(stage))
     for b in gl.static_range(TOKENS // PART):
         for half in gl.static_range(2):
             place = tokens.index(2 * stage + half).slice(b * PART, PART)
@@ -164,11 +171,13 @@ def _store(sums, output, tile, sizes, LOWER: gl.constexpr, HELD: gl.constexpr, A
 
 
 @gluon.jit
-def _scaled(sums, row_scale, x_scale_ptr, row, end, WHOLE: gl.constexpr, ONE: gl.constexpr):
+def _scaled(sums, row_scale, x_scale_ptr, row, end, SCALED: gl.constexpr, ONE: gl.constexpr):
     """Sums of tokens from `row` on, times what is common to all their columns: scales of rows of W
-    or None, those of tokens, or of all of them if they have one on the WHOLE, and a constant."""
+    or None, those of tokens, unless their groups have them, and a constant."""
     T: gl.constexpr = sums.shape[1]
-    if WHOLE:
+    if SCALED == "groups":
+        sums = sums * ONE
+    elif SCALED == "all":
         sums = sums * (gl.load(x_scale_ptr) * ONE)
     else:
         t = gl.arange(0, T, gl.SliceLayout(0, sums_layout(T)))
@@ -269,9 +278,9 @@ def _product(
 
 @gluon.jit(do_not_specialize=["n_tiles"])
 def _grouped_float8_tokens(
-    x_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, reference_ptr, bias_ptr,
-    static_ptr, out_ptr, tiles_ptr, N, K, n_tiles, out_n, width, W: gl.constexpr,
-    WHOLE: gl.constexpr, HELD: gl.constexpr, ACT: gl.constexpr, TILE: gl.constexpr,
+    x_desc, x_scale_desc, x_scale_ptr, w_desc, up_desc, w_scale_ptr, w_zero_ptr, reference_ptr,
+    bias_ptr, static_ptr, out_ptr, tiles_ptr, N, K, n_tiles, out_n, width, W: gl.constexpr,
+    SCALED: gl.constexpr, HELD: gl.constexpr, ACT: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
@@ -279,11 +288,16 @@ def _grouped_float8_tokens(
     tokens = gl.allocate_shared_memory(x_desc.dtype, [2 * STAGES, TOKENS, HALF], x_desc.layout)
     codes = gl.allocate_shared_memory(gl.int32, [2 * STAGES, ROWS // 2, 32], w_desc.layout)
     source = (x_desc, w_desc, up_desc)
+    read = (tokens,)
+    if SCALED == "groups":
+        source = (x_desc, w_desc, up_desc, x_scale_desc)
+        shape: gl.constexpr = [STAGES, TOKENS, SCALES_OF_STAGE]
+        read = (tokens, gl.allocate_shared_memory(gl.float32, shape, x_scale_desc.layout))
     specialize(
-        dealt, (codes, tokens), source, (bias_ptr, static_ptr, out_ptr), (None, None),
+        dealt, (codes, read), source, (bias_ptr, static_ptr, out_ptr), (None, None),
         (N, K, out_n, width), (w_scale_ptr, w_zero_ptr, x_scale_ptr, reference_ptr),
         _boxes_of_tile, _copy, None, _product, TOKENS, STEP, 1, STAGES=STAGES, WARPS=1,
-        AHEAD=(3, 2, 1), HOW=(W, TILE, WHOLE, HELD, ACT), BLOCKS=TILE.blocks,
+        AHEAD=(3, 2, 1), HOW=(W, TILE, SCALED, HELD, ACT), BLOCKS=TILE.blocks,
         LEAN=TOKENS == 128,
     )  # fmt: skip
 
@@ -295,19 +309,24 @@ def launch(
     held: gl.dtype | None = None,
 ) -> None:  # fmt: skip
     """Run one product over sorted rows of codes in the order of `in_float8_order`, by scales of
-    rows [R] or one on the whole; its output is in that order if `act` has a kind, and codes by a
-    static scale of what `held` holds if there is one. Of weights whose scales may become part of
-    codes there are `references`. The backend says which layers it takes."""
+    rows [R] or one on the whole, or those of groups of their columns as `place_in_stages` has them.
+    Its output is in that order if `act` has a kind, and codes by a static scale of what `held`
+    holds if there is one. Of weights whose scales may become part of codes there are `references`.
+    The backend says which layers it takes."""
     _, N, words = w_ENW.shape
     gated, width = act.gated, out.shape[1]
+    grouped = x_scale.dim() == 2
+    scaled = "groups" if grouped else "all" if whole else "rows"
     if weight.kind == "e8m0" and weight.across == 32:
         w_scale = as_long_words(w_scale)
     skeleton.launch(
         _grouped_float8_tokens, x_RK, skeleton.boxes(x_RK, box_of(tile.tokens), HALF.value),
-        x_scale, *_boxed(w_ENW, act.interleaved), w_scale, w_zero,
-        reference_EN, None if bias_EN is None else bias_EN.contiguous(), static, out, tiles.table,
+        skeleton.boxes(x_scale, tile.tokens, SCALES) if grouped else None,
+        None if grouped else x_scale,
+        *_boxed(w_ENW, act.interleaved), w_scale, w_zero, reference_EN,
+        None if bias_EN is None else bias_EN.contiguous(), static, out, tiles.table,
         N, words * 8, triton.cdiv(width, ROWS.value // 2 if gated else ROWS.value),
-        N // 2 if gated else N, width, weight, whole, held, act, tile, blocks=tile.blocks,
+        N // 2 if gated else N, width, weight, scaled, held, act, tile, blocks=tile.blocks,
     )  # fmt: skip
 
 
@@ -342,7 +361,7 @@ def _run_product(
 def _up(c: Call) -> None:
     codes = c.codes
     assert codes is not None
-    if c.tiles.fold and folds(codes.weight):
+    if c.tiles.fold and folds(codes.weight) and codes.by_row:
         c.references = references(codes.w13_scale_EFG, codes.w2_scale_EDG, FOLDED.value)
     how = {"static": c.static, "held": c.rounded}
     _run_product(c, c.x, c.layer.stack13, c.h.values, c.layer.act, c.references[0], **how)
