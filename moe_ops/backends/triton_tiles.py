@@ -273,10 +273,10 @@ def of_one_in_values(
 
 
 def _one_of_huge(codes: Codes, shares: int) -> Streams:
-    """The fastest of about thirty tiles for Mixtral's layer on an H200, or within 2 % of it."""
+    """The fastest of about thirty pairs of tiles for Mixtral's layer on an H200."""
     up, down = Stream(MW=4, in_values=True), Stream(S=shares, in_values=True)
     if codes.bits == 4 and codes.one_a_step and codes.weight.element != "uint4":
-        return Streams(up=replace(up, late=True), down=replace(down, ahead=6))
+        return Streams(up=up, down=replace(down, ahead=6))
     ahead = 6 if codes.weight.element == "uint4" else 8  # with more of it registers would spill
     return Streams(up=up, down=replace(down, ahead=ahead, tokens_ahead=3, late=True))
 
