@@ -4,7 +4,7 @@
 #                  fp8, mxfp4) adds one with quantised experts, BATCH=8 takes so many sequences
 #   make test      a representative set of the tests, which is what CI runs
 #   make test-all  every test that this machine can run
-#   make check     format, lint, types, architecture and the fast tests
+#   make check     format, lint, types, architecture and the fast tests among those of make test
 #   make golden    accept the golden texts of tests as they are now
 #   make gpu       the tests that need a CUDA GPU, and those of kernels, which run there compiled
 #   make gpu-families  all other families at real widths on a CUDA GPU, JOBS checks side by side
@@ -42,7 +42,7 @@ check: $(VENV)/.ready-dev
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/codespell $$(git ls-files)
-	@$(RUN) -m pytest -q -n 2 -m "not slow and not gpu"
+	@$(RUN) -m pytest -q -n 2 -m "not slow and not gpu and not every"
 
 golden: $(VENV)/.ready
 	@EXPECTTEST_ACCEPT=1 $(RUN) -m pytest -q -m "not slow and not gpu" tests
