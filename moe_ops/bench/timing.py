@@ -40,12 +40,14 @@ class Timing:
 
 
 def time_replays(
-    run: Run, calls: int, device: torch.device, seconds: float | None = None
-) -> Timing:
-    """Run a function that makes so many calls again and again, for `seconds` without a rest."""
+    run: Run, calls: int, device: torch.device, seconds: float | None = None,
+    rest: float = REST_SECONDS,
+) -> Timing:  # fmt: skip
+    """Run a function that makes so many calls again and again, for `seconds` without a rest, behind
+    one of so many seconds on a GPU."""
     run()
     seconds = SECONDS[device.type] if seconds is None else seconds
-    spans = _cuda_us(run, seconds) if device.type == "cuda" else _host_us(run, seconds)
+    spans = _cuda_us(run, seconds, rest) if device.type == "cuda" else _host_us(run, seconds)
     return _of(spans, calls)
 
 
@@ -86,13 +88,13 @@ def _once_us(run: Run) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def _cuda_us(run: Run, seconds: float) -> list[float]:
+def _cuda_us(run: Run, seconds: float, rest: float) -> list[float]:
     (first,) = _queued_us(run, 1, skip=0)
     least, skip = (LEAST_LONG, 0) if first > LONG_US else (LEAST, UNTIL_QUEUED)
     at_once = min(MOST, max(1, int(seconds * 1e6 / first)))
     spans: list[float] = []
     while len(spans) < least:
-        time.sleep(REST_SECONDS)
+        time.sleep(rest)
         spans += _queued_us(run, at_once, skip)
     return spans
 
@@ -128,7 +130,7 @@ def capture_long(
     calls: Sequence[Callable[[], Result]], device: torch.device
 ) -> tuple[Run, int, list[Result]]:
     """`capture` of as many rounds as make a graph long enough; and how many calls one replay is."""
-    first = time_replays(capture(calls, 1)[0], len(calls), device, FIRST_SECONDS)
+    first = time_replays(capture(calls, 1)[0], len(calls), device, FIRST_SECONDS, rest=0.0)
     rounds = rounds_for(len(calls), first.us)
     run, results = capture(calls, rounds)
     return run, rounds * len(calls), results

@@ -45,7 +45,7 @@ def test_a_format_has_a_geometric_mean_and_a_largest_ratio() -> None:
 def test_each_run_is_divided_by_its_own_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer calls go fewer rounds in a graph."""
 
-    def timed(run: timing.Run, calls: int, device: torch.device) -> timing.Timing:
+    def timed(run: timing.Run, calls: int, device: torch.device, rest: float) -> timing.Timing:
         us = run() / calls
         return timing.Timing(us=us, low_us=us, high_us=us, replays=1)
 

@@ -9,6 +9,10 @@ import triton.language as tl
 
 from moe_ops.kernels.triton import STEP, Weight
 from moe_ops.kernels.triton.experts.formats.codes import are_words
+from moe_ops.kernels.triton.experts.products import float8_tile
+
+STAGE_COLUMNS = tl.constexpr(float8_tile.COLUMNS)
+STAGE_SCALES = tl.constexpr(float8_tile.SCALES)
 
 
 @triton.jit
@@ -47,10 +51,10 @@ def in_float8_order(codes):
 @triton.jit
 def place_in_stages(g, GROUP: tl.constexpr):
     """Where a row has the scale of group g of its columns, for the stages of
-    `grouped_float8_tokens.py`: eight places for each 256 columns, the first ones of which are
+    `grouped_float8_tokens.py`: so many places for each of them, the first ones of which are
     taken."""
-    EACH: tl.constexpr = 256 // GROUP
-    return g // EACH * 8 + g % EACH
+    EACH: tl.constexpr = STAGE_COLUMNS // GROUP
+    return g // EACH * STAGE_SCALES + g % EACH
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def by_powers(x):
 def quantize_in_order_kernel(
     x_ptr, inverse_ptr, codes_ptr, scale_ptr, stride_x, stride_scale, T,
     K: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, GROUP: tl.constexpr,
-    POWERS: tl.constexpr, PDL: tl.constexpr,
+    BY_POWERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BD columns of BT tokens, in the order of `in_float8_order`, written to each of
     their rows; or of rows that have this order, in their places. Groups past the last column have a
@@ -49,7 +49,7 @@ def quantize_in_order_kernel(
     here = (t < T)[:, None]
     x = tl.load(x_ptr + t.to(tl.int64)[:, None] * stride_x + d, mask=here & (d < D), other=0.0)
     x = tl.reshape(x.to(tl.float32), (BT * GROUPS, GROUP))
-    if POWERS:
+    if BY_POWERS:
         codes, scale = by_powers(x)
     else:
         codes, scale = to_float8(x)
@@ -82,7 +82,7 @@ def quantize_in_order(
         (triton.cdiv(T, ROWS), triton.cdiv(D, float8_tile.COLUMNS) * 2),
         x_TD, inverse_R, codes_RD, scale_RP, x_TD.stride(0), scale_RP.stride(0), T,
         K=top_k, D=D, BT=ROWS, BD=COLUMNS, GROUP=codes.weight.across,
-        POWERS=codes.scaled == POWERS, num_warps=4, **pdl_options(x_TD),
+        BY_POWERS=codes.scaled == POWERS, num_warps=4, **pdl_options(x_TD),
     )  # fmt: skip
     return codes_RD, scale_RP
 
