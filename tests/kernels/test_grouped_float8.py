@@ -20,6 +20,8 @@ from moe_ops import activate
 from moe_ops.backends.triton_formats import weight_of
 from moe_ops.kernels.triton import LINEAR, Act, activation
 from moe_ops.kernels.triton.experts.formats import order, to_float8
+from moe_ops.kernels.triton.experts.formats.codes import POWERS
+from moe_ops.kernels.triton.experts.operands.float8_groups import quantize_in_order
 from moe_ops.kernels.triton.experts.products import (
     float8_sums,
     fragments_float8,
@@ -27,6 +29,8 @@ from moe_ops.kernels.triton.experts.products import (
     skeleton,
 )
 from moe_ops.kernels.triton.experts.products.grouped_float8_tokens import as_long_words
+from moe_ops.quant import packing
+from moe_ops.quant.formats import Format
 from moe_ops.testing import BF16, DEVICE
 from tests.chosen import in_turn
 from tests.kernels.codes import Weights, any_codes
@@ -100,6 +104,9 @@ class Ring:
     def slice(self, first: int, count: int, dim: int = 0) -> Ring:
         return Ring((self.boxes[0].narrow(dim, first, count),))
 
+    def permute(self, order: list[int]) -> Ring:
+        return Ring((self.boxes[0].permute(order),))
+
     def load(self, layout: Any) -> Tensor:
         return value(self.boxes[0])
 
@@ -163,6 +170,33 @@ def sums_of_consumer(w: Weights, x: Tensor, at: Any, LOWER: int, act: Act) -> Te
     elif f["in_words"](W):
         sums = torch.where(((seen & -0x7F7F7F80) != 0)[:, None], torch.nan, sums)
     return value(sums * f["of_one"](W))
+
+
+def sums_of_groups(
+    w: Weights, x_TK: Tensor, scale_TP: Tensor, at: Any, LOWER: int, act: Act
+) -> Tensor:
+    """`sums_of_consumer` of codes of tokens with scales for as many columns as share one of W."""
+    f, (tile, sizes) = functions(), at
+    W, parts = weight_of(w.format, ""), (T,)
+    x_TK = torch.nn.functional.pad(x_TK, (0, -x_TK.shape[1] % 256))
+    groups = f["groups_of"](W)
+    ptr = pointer(as_long_words(w.scale) if f["in_words"](W) else w.scale)
+    factors = f["factors_at"](tile, sizes, LOWER, W, act)
+    accs = (value(torch.zeros(64, T)),)
+    for i in range(f["steps_of"](sizes[1], 256, 1)):
+        stored = f["as_words"](f["load_factors"](ptr, factors, i, W), W)
+        rings = None, (None, Ring((scale_TP[:, 8 * i : 8 * i + 8],)))
+        units = [
+            unit @ x_TK[:, i * 256 + u * 32 :][:, :32].T
+            for u, unit in enumerate(units_of(w, at, i, LOWER, act, None))
+        ]
+        each = len(units) // (2 * groups)
+        for g in range(2 * groups):
+            where = g // groups, g % groups, groups, parts
+            done = value(sum(units[g * each : (g + 1) * each]))
+            of_tokens = f["_of_tokens"](rings, 0, *where, "groups")
+            accs = f["_add"](accs, done, stored, of_tokens, *where, W, "groups")
+    return f["_scaled"](accs[0], None, None, 0, T, "groups", f["of_one"](W))
 
 
 def references_of(w: Weights) -> Tensor:
@@ -237,6 +271,31 @@ def test_every_row_is_multiplied_and_stored_in_its_place(
     got = product(w, x_TK, out_n, bias_EN, act, 1)
     # Rounded once, after sums of float32 in another order.
     torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("format", "inputs", "K"),
+    [
+        ("mxfp4", "mxfp8", 288), ("mxfp4", "mxfp8", 544),
+        ("int4:1x128:bfloat16", "float8_e4m3fn:1x128", 384),
+        ("uint4:1x128:float16", "float8_e4m3fn:1x128", 640),
+    ],
+)  # fmt: skip
+def test_groups_of_columns_of_a_token_have_scales(format: str, inputs: str, K: int) -> None:
+    """As the launch lays them out that makes codes of tokens."""
+    N, scaled = 128, POWERS if inputs == "mxfp8" else "group"
+    w, w_ENK = weights(format, N, K, 0)
+    x_TK = torch.randn(T, K) * torch.logspace(-2, 2, T)[:, None]
+    x_TK[:, :32] *= 100
+    codes = SimpleNamespace(scaled=scaled, weight=weight_of(format, ""))
+    rows = torch.arange(T, dtype=torch.int32)
+    values_TK, scale_TP = quantize_in_order(x_TK, codes, rows)
+    at = (value(1), value(T), value(0), 0), (N, K, N, N)
+    both = [sums_of_groups(w, values_TK.float(), scale_TP, at, LOWER, LINEAR) for LOWER in range(2)]
+    done = packing.quantize(x_TK, Format.of(inputs))
+    rounded_TK = packing.dequantize(done.values, done.scale, format=Format.of(inputs))
+    want = w_ENK[1].float() @ rounded_TK.float().T
+    torch.testing.assert_close(torch.cat(both), want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("act", [SILU, UNGATED], ids=lambda a: a.kind)
