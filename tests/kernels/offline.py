@@ -200,6 +200,10 @@ def compile_launches(
         said = None if capability == 90 else "needs another GPU"
         for module in (triton_hopper, triton_linears):
             patched.enter_context(patch.object(module, "refuse_hopper", lambda _: said))
+        # It asks of GPUs alone.
+        bits = triton_hopper.refuse_eight_bits
+        of_8 = patch.object(triton_hopper, "refuse_eight_bits", lambda c: bits(c) or said)
+        patched.enter_context(of_8)
         call()
     return found
 
