@@ -42,8 +42,8 @@ HUGE, MOST_ROWS_OF_HUGE = 2**25, 3
 # those of float8 as such, where fewer are multiplied as 16 bits
 # (benchmarks/results/float8_tiles_h200.json). With a scale for 32 columns of a token each of these
 # makes a sum of its own: 64 experts of 4096 x 3072 took 400 µs with 8 rows an expert, 455 in 16
-# bits; with 32 rows, in tiles of 128, 871 and 576.
-LEAST_ROWS_OF_FLOAT8, MOST_ROWS_OF_MXFP8 = 8, 24
+# bits; with 32 rows, in tiles of 128, 871 and 576. So these have small tiles alone.
+LEAST_ROWS_OF_FLOAT8, MOST_ROWS_OF_SMALL_FLOAT8_TILE = 8, 24
 
 
 def max_tiny_tokens(call: ExpertsCall) -> int:
@@ -57,13 +57,17 @@ def most_tiny_tokens(call: ExpertsCall) -> int:
 def most_rows_tokens(call: ExpertsCall, *, adapted: bool = False) -> int | None:
     """`adapted`: with adapters, which the kernels for many rows of codes do not add, but those of
     codes that are decoded first."""
-    w2_EDI, expert_map = call.w2_EDI, call.expert_map
-    experts = w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
     if call.w_format:
         most = _most_rows_of_codes(call, as_stored=not adapted)
     else:
         most = MOST_ROWS_PER_LARGE_EXPERT if _is_large(call) else MOST_ROWS_PER_EXPERT
-    return None if most is None else most * experts // call.ids_TK.shape[1]
+    return None if most is None else tokens_of(most, call)
+
+
+def tokens_of(rows: int, call: ExpertsCall) -> int:
+    """The most tokens of which experts have at most so many rows on average."""
+    experts = call.w2_EDI.shape[0] if call.expert_map is None else call.expert_map.shape[0]
+    return rows * experts // call.ids_TK.shape[1]
 
 
 def least_of_float8(call: ExpertsCall) -> float:
@@ -71,8 +75,7 @@ def least_of_float8(call: ExpertsCall) -> float:
     codes: infinity where experts are small, of which no time was better."""
     if not _is_large(call):
         return math.inf
-    experts = call.w2_EDI.shape[0] if call.expert_map is None else call.expert_map.shape[0]
-    return -(-LEAST_ROWS_OF_FLOAT8 * experts // call.ids_TK.shape[1])
+    return -tokens_of(-LEAST_ROWS_OF_FLOAT8, call)  # the fewest
 
 
 def most_of_float8(call: ExpertsCall) -> int | None:
@@ -80,8 +83,7 @@ def most_of_float8(call: ExpertsCall) -> int | None:
     columns as many as one small tile for each expert has."""
     if not call.x_format or Format.of(call.x_format).name != "mxfp8":
         return None
-    experts = call.w2_EDI.shape[0] if call.expert_map is None else call.expert_map.shape[0]
-    return MOST_ROWS_OF_MXFP8 * experts // call.ids_TK.shape[1]
+    return tokens_of(MOST_ROWS_OF_SMALL_FLOAT8_TILE, call)
 
 
 def _is_large(call: ExpertsCall) -> bool:

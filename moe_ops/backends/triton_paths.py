@@ -30,7 +30,7 @@ from moe_ops.backends.triton_hopper import (
     refuse_wgmma,
     refused_products,
 )
-from moe_ops.backends.triton_limits import least_of_float8, most_of_float8
+from moe_ops.backends.triton_limits import least_of_float8, most_of_float8, tokens_of
 from moe_ops.backends.triton_support import weight_of
 from moe_ops.kernels.triton import most_streamed
 from moe_ops.ops.experts import ExpertsCall
@@ -136,9 +136,8 @@ def _one(call: ExpertsCall) -> int:
 
 def _most_streamed(call: ExpertsCall) -> int | None:
     """The most tokens, for the most rows an expert on average as `of_few` counts them."""
-    weight, expert_map = weight_of(call), call.expert_map
-    experts = call.w2_EDI.shape[0] if expert_map is None else expert_map.shape[0]
-    return None if weight is None else most_streamed(weight) * experts // call.ids_TK.shape[1]
+    weight = weight_of(call)
+    return None if weight is None else tokens_of(most_streamed(weight), call)
 
 
 def _one_by_wgmma(call: ExpertsCall) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_ops.backends.triton_limits import HUGE
+from moe_ops.backends.triton_limits import HUGE, MOST_ROWS_OF_SMALL_FLOAT8_TILE
 from moe_ops.kernels.triton import (
     LARGE,
     MOST_OF_SUMS,
@@ -221,7 +221,7 @@ def of_registers(
 
 # Rows an expert on average, by the tokens of a tile of codes that are decoded to float8, and the
 # blocks that share a processor.
-MOST_OF_FLOAT8_TILE = {(32, 2): 24, (128, 1): math.inf}
+MOST_OF_FLOAT8_TILE = {(32, 2): MOST_ROWS_OF_SMALL_FLOAT8_TILE, (128, 1): math.inf}
 FLOAT8_TILES = tuple(MOST_OF_FLOAT8_TILE)
 MOST_FLOAT8_STAGES = 20
 LEAST_FOLDED = 64  # tokens of a tile for which scales become part of codes

@@ -49,13 +49,18 @@ def most_of(INT8):
 
 
 @triton.jit
+def saturated(x, MOST: tl.constexpr):
+    """x from -MOST to MOST; NaN stays."""
+    x = tl.maximum(x, -MOST, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, MOST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def codes_of(x, scale, INT8: tl.constexpr):
     """Codes of x [M, N] by scales [M]. A scale of 0 makes codes of 0; NaN is 0 as an int8."""
     divisor = tl.broadcast_to(tl.where(scale == 0, 1.0, scale)[:, None], x.shape)
     x = tl.where((scale == 0)[:, None] & (x == x), 0.0, tl.div_rn(x, divisor))
-    MOST: tl.constexpr = most_of(INT8)
-    x = tl.maximum(x, -MOST, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, MOST, propagate_nan=tl.PropagateNan.ALL)
+    x = saturated(x, most_of(INT8))
     if INT8:
         codes = (x + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
         codes = tl.where(x == x, codes, 0)

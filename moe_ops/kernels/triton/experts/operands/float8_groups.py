@@ -15,7 +15,7 @@ from moe_ops.kernels.triton.experts.operands.fake_quantized import scales_of_gro
 from moe_ops.kernels.triton.experts.operands.group_scales import to_float8
 from moe_ops.kernels.triton.experts.products import float8_tile
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
-from moe_ops.kernels.triton.quantize import as_float8
+from moe_ops.kernels.triton.quantize import as_float8, saturated
 from moe_ops.kernels.triton.replay import launch
 
 ROWS, COLUMNS = 16, float8_tile.COLUMNS // 2  # of a program
@@ -26,10 +26,7 @@ TOP = tl.constexpr(8)  # the exponent of the largest code
 def by_powers(x):
     """(codes, scales) of mxfp8 of rows of x, as `quantize` makes them; scales as numbers."""
     scale, ratio = scales_of_groups(x, 1.0, LARGEST_CODE, TOP, "e8m0")
-    x *= ratio[:, None]
-    x = tl.maximum(x, -LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
-    return as_float8(x), scale
+    return as_float8(saturated(x * ratio[:, None], LARGEST_CODE)), scale
 
 
 @triton.jit(do_not_specialize=["T"])

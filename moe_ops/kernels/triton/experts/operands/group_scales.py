@@ -17,6 +17,7 @@ from moe_ops.kernels.triton.quantize import (
     codes_of,
     magnitude,
     most_of,
+    saturated,
     scale_of_largest,
 )
 from moe_ops.kernels.triton.replay import launch
@@ -40,9 +41,7 @@ def by_inverse(x):
     largest = tl.max(tl.abs(x), 1)
     scale = tl.maximum(largest / LARGEST_CODE, SMALLEST_SCALE)
     scale = tl.where(largest < float("inf"), scale, float("nan"))
-    x = x * (1.0 / scale)[:, None]
-    x = tl.maximum(x, -LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
-    x = tl.minimum(x, LARGEST_CODE, propagate_nan=tl.PropagateNan.ALL)
+    x = saturated(x * (1.0 / scale)[:, None], LARGEST_CODE)
     return as_float8(x), scale
 
 
