@@ -6,7 +6,7 @@ In an invariant call every path leaves weights of routing to the last sum, which
 their order, and takes h as it is stored. Of the products:
 
     tiny             adds up experts in one sum, in the order of their ids, not of a token's
-                     choices; of one token of floats as rows
+                     choices; of one token of floats, or of codes of 8 bits on Hopper, as rows
     rows             one sum, columns in order, in tiles of any size: of codes of four and six bits
                      in the order of words; of int8 in int32; of float8 one for each 128 columns
                      where these have a scale, else one for all of them
@@ -86,7 +86,12 @@ def placed(x_TD: Tensor) -> Tensor:
 
 
 def of_tiny(call: ExpertsCall) -> str:
-    """How one token of floats is multiplied; codes are those of tiny/stream."""
+    """How one token of floats is multiplied, or of codes of 8 bits; others are those of
+    tiny/stream."""
+    weight = weight_of(call)
+    codes = weight is not None and weight.inputs_8 and not _adds_biases(call)
+    if codes and _in_order(call.x_TD):
+        return of_eight_bits(call)
     if call.w_format or call.dtype == torch.float32:
         return Refused("adds up the experts of all tokens of a call in one sum")
     return IN_ORDER

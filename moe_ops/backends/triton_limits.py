@@ -10,10 +10,12 @@ from moe_ops.kernels.triton import (
     LARGE,
     TINY_PAIRS,
     TINY_TOKENS,
+    most_streamed,
     one_a_step,
 )
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.quant.formats import Format
+from moe_ops.registry.invariance import INVARIANT
 
 # Measured on an H200 over six layers (moe_ops/tuned/h200.json): up to how many tokens triton.tiny
 # is the fastest, and up to how many rows an expert triton.rows is, if an expert's second weight has
@@ -101,6 +103,8 @@ def _most_rows_of_codes(call: ExpertsCall, *, as_stored: bool) -> int | None:
     weight = weight_of(call)
     bits = weight.bits
     if as_stored and refuse_registers(call) is None:
+        if INVARIANT.get() and bits == 4 and one_a_step(weight):
+            return min(most_streamed(weight), MOST_ROWS_AS_STORED[bits, True])
         if bits != 6 and math.prod(call.widths) >= HUGE:
             return MOST_ROWS_OF_HUGE
         if _is_large(call):

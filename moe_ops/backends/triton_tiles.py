@@ -76,18 +76,19 @@ def tiny_of_floats(T: int, K: int, D: int, width: int, processors: int) -> TinyT
     return tiles if 2 * 64 * processors >= D * BG else replace(tiles, BH=64, down_stages=6)
 
 
-def tiny_of_codes(K: int, codes: Codes) -> TinyTiles:
-    """Steps of 128 columns, the group of most formats; not measured yet."""
-    BG = 4 if power_of_two(K) != K else min(16, max(2, K))
+def tiny_of_codes(K: int, codes: Codes, gated: bool) -> TinyTiles:
+    """Steps of 128 columns, the group of most formats. Stages are those of a token in float8."""
+    BG = min(16, max(2, power_of_two(K)))
     if in_blocks(codes.weight):  # whose decoded values take more registers
         return TinyTiles(BD=128, BI=BLOCK_ROWS // 2, BG=BG, BR=BLOCK_ROWS // BG, BH=128)
-    return TinyTiles(BD=128, BG=BG, BR=64 // BG, BH=128)
+    up, stages = WGMMA_ROWS // 2 if gated else WGMMA_ROWS, 6 if codes.quantizes else 4
+    tiles = TinyTiles(BD=128, BI=up, BG=BG, BR=WGMMA_ROWS // BG, BH=128)
+    return replace(tiles, up_stages=stages, down_stages=stages)
 
 
 @functools.cache
 def tiny_fitting(tiles: TinyTiles, T: int, gated: bool, bits: int, memory: int) -> TinyTiles:
-    """The tiles with as many stages as fit into `memory` bytes of shared memory, for weights of
-    `bits` bits."""
+    """The tiles with as many stages as fit into `memory` bytes, for weights of `bits` bits."""
     columns = max(16, tiles.BG * power_of_two(T))
     up = tiles.BD * ((2 if gated else 1) * tiles.BI * bits // 8 + 2 * TINY_TOKENS)
     down = tiles.BH * (tiles.BG * tiles.BR * bits // 8 + 2 * columns)
@@ -104,7 +105,7 @@ def of_tiny(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | N
     if codes is None:
         tiles, bits = tiny_of_floats(T, K, D, width, processors(x_TD)), 16
     else:
-        tiles, bits = tiny_of_codes(K, codes), codes.bits
+        tiles, bits = tiny_of_codes(K, codes, layer.act.gated), codes.bits
     return tiny_fitting(tiles, T, layer.act.gated, bits, shared_memory(x_TD))
 
 
@@ -188,11 +189,11 @@ def rows_fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsT
 
 def of_rows(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> RowsTiles:
     """The tiles of a call by the tables, with stages that fit."""
-    codes, memory, (E, _, width) = layer.codes, shared_memory(x_TD), layer.sizes
-    per_expert = ids_TK.numel() / (E if expert_map is None else expert_map.shape[0])
+    codes, memory, width = layer.codes, shared_memory(x_TD), layer.sizes[2]
+    rows = _rows_per_expert(ids_TK, layer, expert_map)
     if codes is None:
-        return rows_fitting(rows_of_floats(per_expert, width), layer.act.gated, 16, memory)
-    tiles = rows_of_codes(per_expert, width, codes, memory)
+        return rows_fitting(rows_of_floats(rows, width), layer.act.gated, 16, memory)
+    tiles = rows_of_codes(rows, width, codes, memory)
     if memory < HOPPER_MEMORY:
         memory -= DECODED
     return rows_fitting(tiles, layer.act.gated, codes.bits, memory)
@@ -211,12 +212,10 @@ def of_registers(
 ) -> CodesTile:
     """The tile of a call by the table; of codes of six bits, which would spill in smaller ones, the
     largest."""
-    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
-    per_expert, weight = ids_TK.numel() / experts, _codes(layer).weight
+    per_expert, weight = _rows_per_expert(ids_TK, layer, expert_map), _codes(layer).weight
     if weight.bits == 6:
         per_expert = math.inf
-    tile = next(tile for most, tile in CODES_TILES if per_expert <= most)
-    return codes_tile(tile, weight)
+    return codes_tile(next(tile for most, tile in CODES_TILES if per_expert <= most), weight)
 
 
 # Rows an expert on average, by the tokens of a tile of codes that are decoded to float8, and the
@@ -239,10 +238,8 @@ def of_float8(
     x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
 ) -> Float8Tile:
     """The tile of a call by the table."""
-    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
-    per_expert = ids_TK.numel() / experts
-    tile = next(tile for tile, most in MOST_OF_FLOAT8_TILE.items() if per_expert <= most)
-    return float8_tile(*tile)
+    rows = _rows_per_expert(ids_TK, layer, expert_map)
+    return float8_tile(*next(tile for tile, most in MOST_OF_FLOAT8_TILE.items() if rows <= most))
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
@@ -252,8 +249,7 @@ def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | No
 
 def of_few(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
     """The tiles of a call of few rows an expert by the tables."""
-    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
-    streams = few_streams(ids_TK.numel() / experts, layer)
+    streams = few_streams(_rows_per_expert(ids_TK, layer, expert_map), layer)
     assert streams is not None, "more rows are those of another path"
     return streams
 
@@ -287,8 +283,7 @@ def of_few_in_values(
     """The tiles of an invariant call, which multiply scales into values. Warps do not share the
     columns of a row, so that of few pairs each warp is a program, which loads more steps ahead; not
     measured."""
-    experts = layer.sizes[0] if expert_map is None else expert_map.shape[0]
-    streams = few_streams(ids_TK.numel() / experts, layer)
+    streams = few_streams(_rows_per_expert(ids_TK, layer, expert_map), layer)
     stream = Stream(MW=4, MT=2, NT=2) if streams is None else streams.up
     units, wanted = min(ids_TK.numel(), layer.sizes[0]), WARPS_WANTED * processors(x_TD)
     # With as many of uint4 registers would spill.
@@ -393,6 +388,11 @@ def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
 def _codes(layer: Experts) -> Codes:
     assert layer.codes is not None
     return layer.codes
+
+
+def _rows_per_expert(ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> float:
+    """On average, over the experts of all ranks."""
+    return ids_TK.numel() / (layer.sizes[0] if expert_map is None else expert_map.shape[0])
 
 
 def _rows13(layer: Experts) -> int:

@@ -23,6 +23,7 @@ FORMATS = [
     ("float8_e4m3fn:row", "float8_e4m3fn:row", 89),
     ("float8_e4m3fn:128x128", "float8_e4m3fn:1x128", 89),
 ]  # fmt: skip
+OF_8_BITS = [f[:2] for f in FORMATS[-3:]]
 HUGE = ("mxfp4", "nvfp4", "int4:1x128:bfloat16", "uint4:1x32:bfloat16", "mxfp6_e3m2")
 CASE = LAYERS["gpt_oss_20b"]
 ATTENTION = [(8, 4, 128, 4096, False), (8, 8, 64, 1024, True), (1, 16, 256, 512, False)]
@@ -37,9 +38,9 @@ def calls_invariant(capability: int) -> Iterator[tuple[str, Callable[[], object]
     for w_format, x_format, least in FORMATS:
         if capability < least:
             continue
-        if not x_format and capability == 90:
+        if capability == 90 and (not x_format or (w_format, x_format) in OF_8_BITS):
             call = quantized_call(CASE, 1, w_format, x_format)
-            yield f"invariant token {w_format}", functools.partial(run, "tiny", call)
+            yield f"invariant token {w_format} {x_format}", functools.partial(run, "tiny", call)
         for T in (1, 8, 64, 512):
             call = quantized_call(CASE, T, w_format, x_format)
             name = f"invariant rows {T} {w_format} {x_format}"

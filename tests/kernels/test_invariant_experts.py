@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from moe_ops.backends import triton_arithmetic, triton_hopper, triton_paths, triton_tiles
 from moe_ops.backends.triton import TENSORS, formats_named, layer_of, run_experts, tensors_of
+from tests.kernels import offline_invariant
 from tests.kernels.offline_codes import quantized_call
 from tests.kernels.offline_floats import layer_call
 
@@ -84,6 +85,23 @@ def test_one_token_of_floats_in_two_launches(K: int) -> None:
             )
 
 
+OF_8_BITS = [f for f in PAIRS if f in {tuple(pair) for pair in offline_invariant.OF_8_BITS}]
+
+
+@pytest.mark.parametrize("formats", OF_8_BITS, ids=str)
+@pytest.mark.parametrize("K", [1, 3])
+def test_one_token_of_codes_of_8_bits_is_not_sorted(formats: tuple[str, str], K: int) -> None:
+    """As a row of several: by the same tiles, in the same steps."""
+    call = call_of(*formats, DTYPE, replace(CASE, K=K), DEVICE)
+    call.ids_TK[1, 0] = -1
+    with invariant():
+        want = run_experts("rows", call)
+        for t in range(2):
+            parts = {n: getattr(call, n)[t, None] for n in ("x_TD", "weights_TK", "ids_TK")}
+            got = run_experts("tiny", replace(call, **parts))
+            assert torch.equal(bits(got), bits(want[t, None]))
+
+
 def on_hopper(T: int, formats: tuple[str, str]) -> ExpertsCall:
     case = LAYERS["qwen3_30b"]
     return layer_call(case, T, False) if formats == FLOATS else quantized_call(case, T, *formats)
@@ -120,7 +138,10 @@ def test_few_tokens_are_one_where_they_are_streamed() -> None:
         call = on_hopper(T, formats)
         assert (experts.backends["triton.tiny"].refusal("cuda", T, call) is None) == streamed
     call = on_hopper(1, ("int8:row", "int8:row"))
-    assert isinstance(triton_paths.arithmetic_of_backend("tiny", call), Refused)
+    assert triton_paths.pick("tiny", call).path.name == "tiny"
+    biases = {"b2_ED": torch.empty(call.w2_EDI.shape[:2], dtype=BF16, device="meta")}
+    refused = triton_paths.arithmetic_of_backend("tiny", replace(call, **biases))
+    assert isinstance(refused, Refused)
 
 
 @pytest.mark.usefixtures("hopper")

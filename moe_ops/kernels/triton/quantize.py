@@ -56,10 +56,26 @@ def saturated(x, MOST: tl.constexpr):
 
 
 @triton.jit
+def divided(x, divisor):
+    """x [M, N] by divisors [M, 1] that are not 0, as IEEE says. Zeros, with which rows are padded,
+    too, are divided apart: for them the GPU's division calls a function, which takes long."""
+    zero_of_sign = tl.where(divisor == divisor, tl.where(divisor < 0, -1.0, 1.0), float("nan"))
+    divisor = tl.broadcast_to(divisor, x.shape)
+    quotient = tl.div_rn(tl.where(x == 0, divisor, x), divisor)
+    return tl.where(x == 0, x * zero_of_sign, quotient)
+
+
+@triton.jit
+def divided_or_zero(x, scale):
+    """x [M, N] by scales [M]; by a scale of 0 numbers are 0."""
+    zero = (scale == 0)[:, None]
+    return tl.where(zero & (x == x), 0.0, divided(x, tl.where(zero, 1.0, scale[:, None])))
+
+
+@triton.jit
 def codes_of(x, scale, INT8: tl.constexpr):
     """Codes of x [M, N] by scales [M]. A scale of 0 makes codes of 0; NaN is 0 as an int8."""
-    divisor = tl.broadcast_to(tl.where(scale == 0, 1.0, scale)[:, None], x.shape)
-    x = tl.where((scale == 0)[:, None] & (x == x), 0.0, tl.div_rn(x, divisor))
+    x = divided_or_zero(x, scale)
     x = saturated(x, most_of(INT8))
     if INT8:
         codes = (x + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)

@@ -23,6 +23,7 @@ from moe_ops.kernels.triton.quantize import (
     NOT_FINITE,
     TO_INTEGER,
     codes_of,
+    divided_or_zero,
     magnitude,
     tile_of,
     warps_of,
@@ -121,9 +122,7 @@ def quantize_blocks_kernel(
     if VALUES == 1:
         tl.store(codes_ptr + row * STORED + d, codes_of(x, scale, False), mask=inside)
     else:
-        divisor = tl.broadcast_to(tl.where(scale == 0, 1.0, scale)[:, None], x.shape)
-        x = tl.where((scale == 0)[:, None] & (x == x), 0.0, tl.div_rn(x, divisor))
-        even, odd = halves_of(minifloat_of(x, FORMAT))
+        even, odd = halves_of(minifloat_of(divided_or_zero(x, scale), FORMAT))
         c = tl.arange(0, BC // VALUES)[None, :]
         d = (g % GROUPS)[:, None] * (GROUP // VALUES) + c
         inside = (g < N)[:, None] & (c < GROUP // VALUES) & (d < D // VALUES)

@@ -100,15 +100,15 @@ def emulate_groups(
         if SCALE == "e8m0":
             ratio_GC = x_GC * ratio_G[:, None]
         else:
-            ratio_GC = tl.where(ratio_G[:, None] == 0, 0.0, tl.div_rn(x_GC, ratio_G[:, None]))
+            ratio_GC = quantize.divided_or_zero(x_GC, ratio_G)
+            ratio_GC = tl.where(ratio_G[:, None] == 0, 0.0, ratio_GC)
         value_GC = rounded(ratio_GC, LOWEST, MANTISSA, LARGEST)
         # The scale of a group with a NaN is one; a global scale that is one leaves codes of zero.
         value_GC = tl.where(ratio_GC == ratio_GC, value_GC, 0.0) * scale_G[:, None]
         if static_ptr is None and SCALE == "float8_e4m3fn":
             value_GC *= common  # from left to right, as codes are decoded
     else:
-        ratio_GC = tl.div_rn(x_GC, common)
-        ratio_GC = tl.where(common == 0, tl.where(x_GC == x_GC, 0.0, x_GC), ratio_GC)
+        ratio_GC = quantize.divided_or_zero(x_GC, tl.zeros((BG,), tl.float32) + common)
         value_GC = rounded(ratio_GC, LOWEST, MANTISSA, LARGEST)
         value_GC = tl.where(ratio_GC == ratio_GC, value_GC, float("nan") if HAS_NAN else 0.0)
         value_GC *= common

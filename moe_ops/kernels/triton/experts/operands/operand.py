@@ -107,7 +107,6 @@ def hidden_operand(c: Call) -> Operand:
             rows_R = None
         values, scale = row_scales.quantize_h(values, codes, ends_E, c.weights, rows_R, routed)
     elif codes.by_row:
-        assert c.weights is not None
         values, scale = row_scales.quantize_pairs(values, codes, c.ids_TK, c.expert_map, c.weights)
     elif codes.quantizes and c.reads.float8:
         values, scale = quantize_in_order(values, codes)

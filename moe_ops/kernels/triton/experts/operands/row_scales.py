@@ -219,10 +219,11 @@ def quantize_h(
 
 
 def quantize_pairs(
-    h_PI: Tensor, codes: Codes, ids_TK: Tensor, expert_map: Tensor | None, share_PT: Tensor
-) -> tuple[Tensor, Tensor]:
+    h_PI: Tensor, codes: Codes, ids_TK: Tensor, expert_map: Tensor | None,
+    share_PT: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes of h [pairs * T, I] as `tiny_up` wrote it, and their scales, times its shares of
-    weights. Static scales are for one token alone."""
+    weights if it made any. Static scales are for one token alone."""
     parts, (T, K), I, h_scale = None, ids_TK.shape, h_PI.shape[1], codes.h_scale
     if h_scale is None and codes.scaled == "tensor":
         BP = triton.next_power_of_2(T * K)

@@ -42,6 +42,10 @@ from moe_ops.kernels.triton.experts.weights import activated, rows_at, strides, 
 from moe_ops.kernels.triton.launch import pdl_options, take_turn
 from moe_ops.kernels.triton.replay import launch
 
+# Bytes of a row that a program prefetches, and of a line of the cache. With it one token in float8
+# took 0.3 to 1.0 µs less on an H200 in five of six layers, of 19.5 to 96, and 0.6 more in one.
+PREFETCHED, LINE = tl.constexpr(1024), tl.constexpr(128)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyTiles:
@@ -101,10 +105,11 @@ def tiny_up(
     ACT: tl.constexpr, W: tl.constexpr, SHARED: tl.constexpr, EACH: tl.constexpr,
     DTYPE: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr,
     BP: tl.constexpr, BI: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, ONE: tl.constexpr,
-    PDL: tl.constexpr,
+    CHAIN: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BI columns of h for the expert of one pair; of several tokens, the last one
-    writes the table.
+    writes the table. CHAIN is as in `add_product`; AHEAD says whether who chose the experts ended
+    two launches ago, so that weights are prefetched.
 
     share[p, t] is weight[t, e], for tiny_down to weigh biases with, or for h to be weighed with
     that is quantised by rows. EACH and DTYPE are as those of `rows_up`.
@@ -114,6 +119,10 @@ def tiny_up(
     blocks: tl.constexpr = (H + BI - 1) // BI
     pair = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
+    if AHEAD:
+        e = local_ids(ids_ptr, expert_map_ptr, pair, pair < T * K, E, N_MAP)
+        row_F, inside_F = up_rows(block, I, BI, ACT)
+        prefetch_rows(w_ptr, e, row_F, inside_F & (e < E), stride_we, stride_wf, D)
     if narrow_ptr is None or not ONE:
         take_turn(PDL)
     if not ONE:  # noqa: SIM102  (known when this is compiled, what follows is not)
@@ -148,7 +157,7 @@ def tiny_up(
     acc_FN = tl.zeros((BF, BN), tl.float32)
     acc_FN = add_product(
         acc_FN, w_F1, stride_wd, w_scale_ptr, w_zero_ptr, e, row_F, inside_F, x_1N, x_scale_ptr, n,
-        n < T, ROWS, D, BD, W, "evict_first", False,
+        n < T, ROWS, D, BD, W, "evict_first", CHAIN,
     )  # fmt: skip
     acc_FN = under_globals(
         rescaled(acc_FN, W, x_ptr.dtype.element_ty), global_scale_ptr, e, row_F, inside_F, ROWS,
@@ -181,6 +190,20 @@ def tiny_up(
     at_IN = h_ptr + (pair * T + n).to(tl.int64)[None, :] * H + column_of(i, W)[:, None]
     mask_IN = (i < H)[:, None] & (n < T)[None, :]
     tl.store(at_IN, h_IN.to(h_ptr.dtype.element_ty), mask=mask_IN)
+
+
+@triton.jit
+def prefetch_rows(
+    w_ptr, e, row_M, inside_M, stride_e, stride_row, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The first PREFETCHED bytes of rows of weights of 8 bits into the L2 cache, while the launch
+    before ends; of rows that are not inside, those of the first one."""
+    byte_B = tl.minimum(tl.arange(0, PREFETCHED // LINE) * LINE, COLUMNS - 1)
+    row_M = tl.where(inside_M, e.to(tl.int64) * stride_e + row_M * stride_row, 0)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [w_ptr + row_M[:, None] + byte_B],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -235,7 +258,7 @@ def tiny_down(
     E: tl.constexpr, K: tl.constexpr, D: tl.constexpr, I: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, ADAPTERS: tl.constexpr, RANK: tl.constexpr, TR: tl.constexpr, BP: tl.constexpr,
     BT: tl.constexpr, BG: tl.constexpr, BR: tl.constexpr, BI: tl.constexpr, BN: tl.constexpr,
-    ONE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
+    ONE: tl.constexpr, ORDERED: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BR columns of out for all tokens, BG experts at a time.
 
@@ -249,6 +272,9 @@ def tiny_down(
         e_M = id_of(m // BR, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         e_N = id_of(n // BT, ids_ptr, expert_map_ptr, table_ptr, N_MAP, E, K, BP, ONE)
         pair_N = pair_of(n // BT, table_ptr, BP, ONE)
+    if AHEAD:
+        d_M = tl.program_id(0) * BR + m % BR
+        prefetch_rows(w_ptr, e_M, d_M, (d_M < D) & (e_M < E), stride_we, stride_wd, I)
     if narrow_ptr is None or not ONE:
         take_turn(PDL)
     rows_T = tl.arange(0, BT)
@@ -279,7 +305,7 @@ def tiny_down(
         sum_MN = tl.zeros((BG * BR, BN), tl.float32) if APART else acc_MN
         sum_MN = add_product(
             sum_MN, w_M1, stride_wi, w_scale_ptr, w_zero_ptr, e_M, d_M, inside_M, h_1N, h_scale_ptr,
-            pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first", False,
+            pair_N * T + token_N, inside_N, D, I, BI, W, "evict_first", ORDERED,
         )  # fmt: skip
         if ORDERED:
             total_R = add_choices(
@@ -328,6 +354,15 @@ def tiny_down(
     tl.store(out_ptr + at_RT, out_RT, mask=mine_RT)
 
 
+def _prefetches(c: Call) -> tuple[bool, bool]:
+    """Whether each launch prefetches weights: of one token that is rounded to codes, the first one
+    where a launch ahead of it does so."""
+    codes, PDL = c.codes, pdl_options(c.ids_TK)["PDL"]
+    if codes is None or not codes.quantizes or len(c.ids_TK) > 1 or not PDL:
+        return False, False
+    return codes.x_scale_TG is None, True
+
+
 def _up(c: Call) -> None:
     (T, K), (E, D, I), layer, static = c.ids_TK.shape, c.sizes, c.layer, c.static
     P, H, weights, w13 = T * K, c.h.values.shape[1], c.weights, layer.stack13
@@ -345,6 +380,7 @@ def _up(c: Call) -> None:
         E=E, K=K, D=D, I=I, H=H, ACT=layer.act, W=layer.weight, SHARED=layer.shared13,
         EACH=by_expert(static), DTYPE=c.rounded, **c.added13.constants, BP=BP,
         BI=c.tiles.BI, BD=c.tiles.BD, BN=TINY_TOKENS, ONE=T == 1,
+        CHAIN=c.invariant, AHEAD=_prefetches(c)[0],
         num_warps=4, num_stages=c.tiles.up_stages, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
@@ -359,9 +395,8 @@ def _down(c: Call) -> None:
         c.residual_TD, c.out, T, c.n_map, *strides(w2), *c.added2.arguments,
         E=E, K=K, D=D, I=I, H=c.h.values.shape[1], W=c.layer.weight, **c.added2.constants,
         BP=triton.next_power_of_2(T * K), BT=BT, BG=tiles.BG, BR=tiles.BR, BI=tiles.BH,
-        BN=max(16, tiles.BG * BT), ONE=T == 1, ORDERED=c.invariant, num_warps=4,
-        num_stages=tiles.down_stages,
-        **pdl_options(c.ids_TK),
+        BN=max(16, tiles.BG * BT), ONE=T == 1, ORDERED=c.invariant, AHEAD=_prefetches(c)[1],
+        num_warps=4, num_stages=tiles.down_stages, **pdl_options(c.ids_TK),
     )  # fmt: skip
 
 
