@@ -131,7 +131,7 @@ def _launch(
             linears_gluon.linears_few_outputs, (firsts[MOST],),
             *tensors, residual, gain, total, normed, T, x_TK.stride(0),
             0 if residual is None else residual.stride(0),
-            EPS=eps, SHIFT=shift, SIZES=stream.sizes, num_warps=stream.warps,
+            EPS=eps, SHIFT=shift, SIZES=stream.sizes, **stream.options,
             **constants, **options,
         )  # fmt: skip
         return
@@ -169,7 +169,8 @@ def outputs_stream(x_TK: Tensor, weights: Sequence[Tensor], normed: bool) -> Str
         return None
     if any(t.data_ptr() % 16 for t in (x_TK, *weights)):
         return None
-    return Stream(S=16, C=16)
+    # At other strides x is loaded column by column. There ptxas spills to take half the registers.
+    return Stream(S=16, C=16, registers=0 if x_TK.stride(0) % 16 == 0 else 128)
 
 
 @triton.jit
