@@ -106,6 +106,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """What outlives a module of tests, as code that was compiled, is not walked through again."""
+    yield
+    new_objects = any(gc.get_count()[1:])
+    if new_objects and (nextitem is None or nextitem.path != item.path):
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or what they hold is reported as leaked
 
