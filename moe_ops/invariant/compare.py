@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from moe_ops.compiler import compile
 from moe_ops.forward.regions import decoder_layers
 from moe_ops.interop.interrupts import let_through
-from moe_ops.passes.inductor.compiled import pipeline_of
-from moe_ops.passes.invariant_linears import RULE
 
 OTHERS = "torch or Inductor computes it, whose sums may depend on the number of rows"
 ATTENTION = "the attention of a prompt is torch's, or the model's own"
@@ -128,8 +126,7 @@ def difference(module: nn.Module, call: Call, batch: int) -> str:
         return ""
     if "Attention" in type(module).__name__:
         return ATTENTION
-    left = [n.text for r in pipeline_of(run).runs for n in r.refusals if n.rule == RULE]
-    return left[0].splitlines()[0] if left else OTHERS
+    return OTHERS
 
 
 def reason_of(error: BaseException) -> str:

@@ -52,6 +52,7 @@ TAKEN_APART = (
 # What a training graph gets: backends for the ops that it holds, and linear layers that have to be
 # batch invariant.
 IN_TRAINING = ("invariant_linears", "pick_backend", "lower")
+INVARIANT_BY = ("invariant_linears", "pick_backend")
 
 Hook = Callable[..., Any]
 Hooks = Hook | list[Hook] | tuple[Hook, ...] | None
@@ -91,8 +92,9 @@ class Pipeline(InferenceAware):
     `chained` is what the hook held before; it runs first, on every graph.
 
     Two pipelines are equal if options, chained hooks and passes are; `runs` says nothing of that
-    and is not copied or pickled. Raises ValueError for a `stop_after` that names no pass and for a
-    `tuned` that is no table, and FileNotFoundError for one that is no file.
+    and is not copied or pickled. Raises ValueError for a `stop_after` that names no pass, or one
+    ahead of those that batch_invariant needs, and for a `tuned` that is no table, and
+    FileNotFoundError for one that is no file.
     """
 
     def __init__(
@@ -115,6 +117,9 @@ class Pipeline(InferenceAware):
                 f"there are {', '.join(names) or 'none yet'}"
                 f"{did_you_mean(self.options.stop_after, names)}"
             )
+        if self.options.batch_invariant and self.options.stop_after is not None:
+            left = names[names.index(self.options.stop_after) + 1 :]
+            _require_invariance(self.options.stop_after, left)
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -280,6 +285,17 @@ class Pipeline(InferenceAware):
                 let_through(error)
                 raise RuntimeError(f"the pass {name} left a broken graph: {error}") from error
         return PassRun(name=name, rewrites=rewrites, seconds=seconds)
+
+
+def _require_invariance(stop_after: str, left: list[str]) -> None:
+    """Raise ValueError where passes end ahead of those that make a graph batch invariant."""
+    missing = [name for name in INVARIANT_BY if name in left]
+    if missing:
+        raise ValueError(
+            f"stop_after={stop_after!r} leaves out {' and '.join(missing)}, without which no graph "
+            f"is batch invariant; stop after {missing[-1]} or a later pass, or leave out "
+            "batch_invariant"
+        )
 
 
 def as_tuple(hooks: Hooks) -> tuple[Hook, ...]:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.functional import linear
 
 import moe_ops
 from moe_ops.passes.inductor.pipeline import Pipeline
-from moe_ops.passes.invariant_linears import RULE, invariant_linears
+from moe_ops.passes.invariant_linears import invariant_linears
 from moe_ops.passes.rewriting.context import Context, Options
 from moe_ops.registry.invariance import PLANNED
-from moe_ops.testing import BF16, F16, F32
+from moe_ops.testing import BF16, F16, F32, Tol, assert_close
+from tests.chosen import in_turn
 from tests.passes.post_grad import Compiled
 
 INVARIANT = Options(batch_invariant=True)
 DTYPES = {F32: "cpu", BF16: "cpu", F16: "by_row"}  # and which backend multiplies them
+TOL = {
+    F32: Tol(2e-6, "sums of 64 products in another order"),
+    F16: Tol(2e-3, "the product is rounded ahead of the sum, to 11 bits"),
+    BF16: Tol(1.6e-2, "the product is rounded ahead of the sum, to 8 bits"),
+}
+LEFT = {f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "mv")}
+ROWS = torch.randn(40, 64, generator=torch.Generator().manual_seed(3))
 
 
 class Two(nn.Module):
@@ -48,24 +61,118 @@ def test_products_become_those_of_one_expert() -> None:
     compiled(torch.randn(3, 91))
     assert lift.count == 2
     nodes = [n for n in compiled.graphs[0].nodes if n.op == "call_function"]
-    one = ["full", "unsqueeze", "unsqueeze", "expert_gemm"]  # its end, its weight, its bias
+    one = ["full", "unsqueeze", "expert_gemm"]  # its end, its weight
     assert [n.target._schema.name.partition("::")[2] for n in nodes] == [
-        *one, "relu", "full", "unsqueeze", "expert_gemm",
+        *one, "add", "relu", *one,
     ]  # fmt: skip
     assert [n.kwargs["plan"] for n in nodes if "plan" in n.kwargs] == [PLANNED] * 2
 
 
 def test_other_products_stay() -> None:
-    """Without the option, of what is no parameter, and where no backend sums rows alone."""
+    """Without the option, of what is no parameter, of parameters alone, and single products."""
     plain = Lift(Options())
     Compiled(Two(), plain)(torch.randn(3, 91))
-    of_inputs, double = Lift(), Lift()
-    Compiled(lambda x, y: x @ y.t(), of_inputs)(torch.randn(3, 91), torch.randn(5, 91))
-    Compiled(Two(torch.float64), double)(torch.randn(3, 91).double())
-    assert plain.count == of_inputs.count == double.count == 0
-    assert {n.rule for n in of_inputs.context.refusals} == {RULE}
-    reasons = [n.text for n in double.context.refusals]
-    assert reasons and "by_row: takes no float64" in reasons[0]
+    two, outer = Lift(), Lift()
+    Compiled(lambda x, y: x @ y.t(), two)(torch.randn(3, 91), torch.randn(5, 91))
+    Compiled(Multiplied(lambda w, x: torch.outer(x, w[0]), torch.randn(5, 4)), outer)(ROWS[0])
+    assert plain.count == two.count == outer.count == 0
+    assert not two.context.refusals and not outer.context.refusals
+
+
+def test_a_product_that_nothing_computes_so_is_no_graph() -> None:
+    compiled = Compiled(Two(torch.float64), Lift())
+    message = r"no backend gives addmm, a product with a weight in up, the same bits.*no float64"
+    with pytest.raises(Exception, match=f"(?s){message}"):
+        compiled(torch.randn(3, 91).double())
+
+
+class Multiplied(nn.Module):
+    """A function of a parameter and of rows."""
+
+    def __init__(self, function: Any, weight: Tensor) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.weight, x)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """A way to write a product: what it does to a weight of this shape and to rows of 64."""
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    weight: tuple[int, ...] = (24, 64)
+
+
+SQUARE = (64, 64)
+FORMS = {
+    "beside a residual": Form(function=lambda w, x: x + linear(x.relu(), w), weight=SQUARE),
+    "with a bias": Form(function=lambda w, x: linear(x, w, w[:, 0])),
+    "with a bias that is computed": Form(function=lambda w, x: linear(x, w, w[:, 0] * 2)),
+    "one output": Form(function=lambda w, x: linear(x, w), weight=(1, 64)),
+    "one output with a bias": Form(function=lambda w, x: linear(x, w, w[:, 0]), weight=(1, 64)),
+    "a vector": Form(function=lambda w, x: x @ w, weight=(64,)),
+    "as small as Inductor takes apart": Form(
+        function=lambda w, x: linear(x[..., :16], w, w[:, 0]), weight=(16, 16)
+    ),
+    "by columns": Form(function=lambda w, x: x @ w, weight=(64, 24)),
+    "part of a weight": Form(function=lambda w, x: linear(x, w[4:20])),
+    "two weights as one": Form(function=lambda w, x: linear(x, torch.cat([w, w.flip(0)]))),
+    "a weight that is computed": Form(function=lambda w, x: linear(x, w * 2)),
+    "an einsum": Form(function=lambda w, x: torch.einsum("...k,nk->...n", x, w)),
+    "with factors": Form(
+        function=lambda w, x: torch.addmm(
+            w[:, 0], x.reshape(-1, 64), w.t(), alpha=2, beta=0.5
+        ).view(*x.shape[:-1], 24)
+    ),
+    "the weight first": Form(function=lambda w, x: (w @ x.mT).mT),
+    "a weight for each head": Form(
+        function=lambda w, x: torch.einsum("...hk,hkn->...hn", x.unflatten(-1, (4, 16)), w),
+        weight=(4, 16, 8),
+    ),
+    "each head for all": Form(
+        function=lambda w, x: torch.einsum("...k,hkn->...hn", x, w), weight=(4, 64, 8)
+    ),
+}  # fmt: skip
+LAID_OUT = {
+    "rows": lambda x: x,
+    "sequences": lambda x: x.view(10, 4, 64),
+    "sequences by columns": lambda x: x.view(4, 10, 64).transpose(0, 1),
+}
+
+
+@in_turn(
+    pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"]),
+    pytest.mark.parametrize("lay_out", LAID_OUT.values(), ids=LAID_OUT),
+    pytest.mark.parametrize("form", FORMS.values(), ids=FORMS),
+)
+def test_however_a_product_is_written(form: Form, lay_out: Any, dtype: torch.dtype) -> None:
+    """One graph for any number of rows, and one for one row, in which Inductor takes products
+    apart."""
+    model = Multiplied(form.function, torch.randn(form.weight).to(dtype) / 8)
+    x = lay_out(ROWS.to(dtype))
+    want = model(x)
+    whole = Compiled(model, in_pipeline(), dynamic=True)
+    got = whole(x)
+    assert got.dtype is dtype and got.shape == want.shape
+    assert_close(got, want, TOL[dtype])
+    alone = Compiled(model, in_pipeline())
+    for place in (0, 3, len(x) - 1):
+        one = x[place : place + 1].clone()
+        assert torch.equal(whole(one), got[place : place + 1])
+        assert torch.equal(alone(one), got[place : place + 1])
+    assert not products(whole.graphs[0]) and not products(alone.graphs[0])
+
+
+def in_pipeline() -> Any:
+    pipeline = Pipeline(INVARIANT)
+    return lambda graph: pipeline(graph, True)
+
+
+def products(graph: fx.Graph) -> list[fx.Node]:
+    """What is left to torch."""
+    return [n for n in graph.nodes if str(n.target) in LEFT]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
