@@ -6,7 +6,6 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,12 +15,13 @@ from torch._inductor import list_mode_options
 from moe_ops.checks.options import check_flag
 from moe_ops.checks.shapes import check_choice
 from moe_ops.checks.signature import described
+from moe_ops.forward.reported import graphs_of
+from moe_ops.forward.whole import Watch, compile_watched, compile_whole
 from moe_ops.graphs.capture import GraphRunner
 from moe_ops.graphs.cuda_graph import GraphPool
 from moe_ops.graphs.repeated import Repeated
 from moe_ops.graphs.report import GraphReport, SizeReport, refusals
 from moe_ops.installed import inside_of_peft, is_transformers_model, require_transformers
-from moe_ops.interop.code_objects import compile_call
 from moe_ops.interop.compile_workers import start_workers
 from moe_ops.interop.hooks import hooks_of
 from moe_ops.interop.interrupts import call_compiled
@@ -119,14 +119,20 @@ def compile(
     Compile again where a forward hook was added or removed: torch.compile does not see that. With
     hooks `generate` is transformers' own, as a captured step does not call them.
 
-    Raises TypeError if `model` is not a module, ImportError for a model of a transformers that is
-    too old, ValueError for an unknown mode, and as
-    `inductor_options` does.
+    A call of which nothing is compiled is told at WARNING; under `strict` and batch_invariant that
+    is a RuntimeError. Raises TypeError for what is no module or is scripted, ImportError for a
+    model of a transformers that is too old, ValueError for an unknown mode and for a stop_after
+    that batch_invariant does not allow, and as `inductor_options` does.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be an nn.Module, got {type(model).__name__}; for a function call "
             "torch.compile(function, options=moe_ops.inductor_options())"
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            f"torch.compile does not trace TorchScript, got a {type(model).__name__}; give the "
+            "module that was scripted"
         )
     inside = inside_of_peft(model)
     if not is_transformers_model(inside):
@@ -146,14 +152,15 @@ def compile(
         start_workers()
     made, follow = followed(model)
     twin = made.module if inside is model else inside_of_peft(made.module)
-    backend = Net(merged, dynamic, hooks_of(inside), type(inside).__name__)
+    backend = Counted(merged, dynamic, hooks_of(inside), type(inside).__name__)
     how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
-    call = compile_call(twin, how)
+    call = compile_whole(twin, how, backend.watch())
     tell = OfModel(lambda: twin, merged[HOOK], merged[HOOK].found).tell
     compiled = Compiled(twin._call_impl, call, merged[HOOK], dynamic, follow, tell)
     compiled.graphs = functools.partial(graphs_of, compiled, twin)
     twin._compiled_call_impl = compiled
     if is_transformers_model(inside):
+        from moe_ops.forward.by_layers import by_layers_of
         from moe_ops.hf.optimize import WhileExported
 
         compiled.exporting = WhileExported(twin)
@@ -206,9 +213,9 @@ def region_of_layers(options: Mapping[str, Any]) -> Any:
     without_graphs = {**options, "triton.cudagraphs": False}
 
     def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
-        return LayerRegion(
-            torch.compile(function, backend=Net(without_graphs, name=name_of(function)))
-        )
+        backend = Counted(without_graphs, name=name_of(function))
+        how = functools.partial(torch.compile, backend=backend)
+        return LayerRegion(compile_watched(function, how, backend.watch()))
 
     return ByKind("layer", compile_region)
 
@@ -216,19 +223,6 @@ def region_of_layers(options: Mapping[str, Any]) -> Any:
 def name_of(function: Callable[..., Any]) -> str:
     """The name of a function's code, by which logs of torch call it, too."""
     return function.__code__.co_name
-
-
-def by_layers_of(twin: Any, region: Any) -> Any:
-    """What runs the forward of a transformers model layer by layer; None, with a logged reason, for
-    one that cannot be divided."""
-    from moe_ops.forward.by_layers import ByLayers, shape_refusal
-    from moe_ops.forward.captured import Forwards
-
-    reason = shape_refusal(twin)
-    if reason is None:
-        return ByLayers(twin, region, Forwards())
-    log.info("%s is compiled as a whole: %s", type(twin).__name__, reason)
-    return None
 
 
 def followed(model: Model) -> tuple[Twin[Model], Callable[[], None]]:
@@ -277,14 +271,15 @@ def quicken(
 
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
         without_graphs = {**step_options(), "triton.cudagraphs": False}
-        backend = Net(without_graphs, False, name=name_of(function))
-        call = torch.compile(function, dynamic=False, backend=backend)
-        return functools.partial(call_compiled, call)
+        backend = Counted(without_graphs, False, name=name_of(function))
+        how = functools.partial(torch.compile, dynamic=False, backend=backend)
+        return functools.partial(call_compiled, compile_watched(function, how, backend.watch()))
 
     def compile_model(model: nn.Module) -> Callable[..., Any]:
-        backend = Net({"triton.cudagraphs": True, **step_options()}, None, hooks_of(model))
-        call = compile_call(model, functools.partial(torch.compile, backend=backend))
-        return functools.partial(call_compiled, call)
+        options = {"triton.cudagraphs": True, **step_options()}
+        backend = Counted(options, None, hooks_of(model), type(model).__name__)
+        how = functools.partial(torch.compile, backend=backend)
+        return functools.partial(call_compiled, compile_whole(model, how, backend.watch()))
 
     tools = Tools(
         layers=region,
@@ -295,6 +290,22 @@ def quicken(
         batch_invariant=options[HOOK].options.batch_invariant,
     )
     give(twin, tools, follow)
+
+
+class Counted(Net):
+    """A `Net` that counts the graphs it is given."""
+
+    made = 0
+
+    def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
+        self.made += 1
+        return super().__call__(model_, inputs_, **kwargs)
+
+    def watch(self) -> Watch:
+        """What looks at the calls that this compiles."""
+        options = self.pipeline.options
+        needed = [name for name in ("batch_invariant", "strict") if getattr(options, name)]
+        return Watch(self.waits_as, lambda: self.made, next(iter(needed), ""))
 
 
 class CapturingBackend(Net):
@@ -376,24 +387,3 @@ def graph_report(of: nn.Module | CapturingBackend | GraphRunner) -> GraphReport:
             f"what moe_ops.capture returned, got {described(of)}"
         )
     return compiled_call(of).graphs()
-
-
-def graphs_of(call: Compiled, model: nn.Module) -> GraphReport:
-    """The graphs of a compiled model, which is called by this."""
-    by_layers, generation = call.by_layers, getattr(model, "_moe_ops_generation", None)
-    found = GraphReport()
-    if by_layers is not None:
-        forwards = by_layers.forwards
-        reasons = (
-            *refusals("forward as one graph", by_layers.refused.items()),
-            *refusals("forward", forwards.refused.items()),
-        )
-        found = replace(found, forwards=forwards.report(), refusals=reasons)
-    if generation is not None:
-        reasons = refusals("generate of transformers", generation.refused.items())
-        found = replace(
-            found,
-            generation=tuple(generation.decoder.report()),
-            refusals=(*found.refusals, *reasons),
-        )
-    return found

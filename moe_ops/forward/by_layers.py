@@ -192,3 +192,13 @@ def shape_refusal(model: PreTrainedModel) -> str | None:
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "it is spread over devices"
     return None
+
+
+def by_layers_of(twin: Any, region: Region) -> ByLayers | None:
+    """What runs the forward of a transformers model layer by layer; None, with a logged reason, for
+    one that cannot be divided."""
+    reason = shape_refusal(twin)
+    if reason is None:
+        return ByLayers(twin, region, Forwards())
+    log.info("%s is compiled as a whole: %s", type(twin).__name__, reason)
+    return None

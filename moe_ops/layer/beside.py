@@ -12,18 +12,23 @@ from moe_ops.registry.gradients import needs_grad
 
 
 def start(
-    module: nn.Module, x_TD: Tensor, asked: bool | None, priority: int = streams.AHEAD
+    module: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    x_TD: Tensor,
+    asked: bool | None,
+    priority: int = streams.AHEAD,
 ) -> Callable[[], Tensor]:
-    """Start `module(x_TD)`; what is returned waits for the result and gives it, once.
+    """Start `run(x_TD)`, a call of the module; what is returned waits for the result and gives it,
+    once.
 
     The module runs on a second stream of a GPU, in a graph that is captured, too, if that is
     `asked`; None: if it was measured to pay. Where `refusal` has a reason it runs when its result
     is asked for.
     """
     if refusal(module, x_TD) is not None or not _pays(module, x_TD, asked, priority):
-        return lambda: module(x_TD)
+        return lambda: run(x_TD)
     with torch.cuda.stream(streams.fork(x_TD.device, priority)):
-        out_TD: Tensor = module(x_TD)
+        out_TD: Tensor = run(x_TD)
 
     def wait() -> Tensor:  # it holds the tokens, or their memory may be given away before
         streams.join(x_TD.device, priority)

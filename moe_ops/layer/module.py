@@ -230,7 +230,7 @@ class MoELayer(HoldsExperts, HoldsCodes):
         self.shared_experts = None if isinstance(shared, int) else shared
         self.routed_input_transform = told.latent.routed_input_transform
         self.routed_output_transform = told.latent.routed_output_transform
-        self._combination().check(parallel.size, exchange is not None and not exchange.tp_group)
+        Combination.of(self).check(parallel.size, exchange is not None and not exchange.tp_group)
         self.reset_parameters()
 
     def _check(self) -> None:
@@ -282,11 +282,13 @@ class MoELayer(HoldsExperts, HoldsCodes):
         x_TD = x if flat else x.reshape(-1, x.shape[-1])
         weights_TK, ids_TK = self.route(x_TD, self._logits(x_TD, logits))
         transform = self.routed_input_transform
-        routed_TD = x_TD if transform is None else transform(x_TD)
+        routed_TD = x_TD
+        if transform is not None:
+            routed_TD = apply_linear(transform, x_TD, self.batch_invariant)
         if self.routing.weight_on_input:
             routed_TD = routed_TD * weights_TK.to(routed_TD.dtype)
             weights_TK = torch.ones_like(weights_TK)
-        routed, how = Routed(routed_TD, weights_TK, ids_TK), self._combination()
+        routed, how = Routed(routed_TD, weights_TK, ids_TK), Combination.of(self)
         if self.exchange is None:
             parts = invariant.result_here(self, how, x_TD, routed)
         else:
@@ -336,13 +338,6 @@ class MoELayer(HoldsExperts, HoldsCodes):
         """The weighted sum of the experts of this rank, given what `route` returned. [T, D]."""
         check_size("x", x_TD, 1, self.sizes.hidden_size, "the layer's hidden_size")
         return run_here(operands_of(self), Routed(x_TD, weights_TK, ids_TK), self.expert_map)
-
-    def _combination(self) -> Combination:
-        return Combination(
-            shared=self.shared_experts, transform=self.routed_output_transform,
-            shared_reduction=self.shared_reduction, separate=self.separate,
-            reduction=self.reduce_results, rank=self.parallel.rank, beside=self.beside,
-        )  # fmt: skip
 
     @property
     def replicas(self) -> ExpertReplicas | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from moe_ops.checks.shapes import check_choice
 from moe_ops.layer import beside
 from moe_ops.layer.exchange import ALL_TOKENS, OWN_TOKENS
 from moe_ops.ops import sum_ranks
+from moe_ops.ops.linear_layers import apply_linear
 from moe_ops.parallel.config import ALLGATHER, AUTO, ParallelConfig
 from moe_ops.parallel.expert_map import ExpertPlacement
 from moe_ops.ranks.groups import default_group
@@ -58,7 +61,8 @@ class Combination:
 
     shared: a module of shared experts, whose result is added, and what that is by shared_reduction;
     transform: what routed experts' sum goes through; reduction: what adds the parts of the ranks;
-    beside: whether the module runs on a second stream.
+    beside: whether the module runs on a second stream; batch_invariant: what the layer was made
+    with.
     """
 
     shared: nn.Module | None
@@ -68,6 +72,31 @@ class Combination:
     reduction: Reduction
     rank: int
     beside: bool | None
+    batch_invariant: bool
+
+    @classmethod
+    def of(cls, layer: Any) -> Combination:
+        """How the result of a `MoELayer` is made."""
+        return cls(
+            shared=layer.shared_experts, transform=layer.routed_output_transform,
+            shared_reduction=layer.shared_reduction, separate=layer.separate,
+            reduction=layer.reduce_results, rank=layer.parallel.rank, beside=layer.beside,
+            batch_invariant=layer.batch_invariant,
+        )  # fmt: skip
+
+    def start_shared(
+        self, x_TD: Tensor, asked: bool | None, priority: int = streams.AHEAD
+    ) -> Callable[[], Tensor]:
+        """Start the module of shared experts; what is returned gives its result."""
+        assert self.shared is not None
+        run = partial(apply_linear, self.shared, batch_invariant=self.batch_invariant)
+        return beside.start(self.shared, run, x_TD, asked, priority)
+
+    def transformed(self, routed_TD: Tensor) -> Tensor:
+        """The sum of routed experts, in the layer's width."""
+        if self.transform is None:
+            return routed_TD
+        return apply_linear(self.transform, routed_TD, self.batch_invariant)
 
     def check(self, ranks: int, apart: bool) -> None:
         """Raise ValueError, saying what to do, unless `result_of` can make something of it.
@@ -105,20 +134,18 @@ def result_of(how: Combination, x_TD: Tensor, routed: Callable[[], Tensor]) -> t
     """A layer's result, of which `routed` gives this rank's routed part; if separate, that of
     shared experts and the rest. Shared experts run beside it where that pays."""
     shared, reduction = how.shared, how.reduction
-    partial = how.shared_reduction == PARTIAL
+    in_parts = how.shared_reduction == PARTIAL
     # Where nothing reduces, the first rank adds what is replicated for all.
-    here = partial or how.separate or reduction is not None or how.rank == 0
-    started = None if shared is None or not here else beside.start(shared, x_TD, how.beside)
+    here = in_parts or how.separate or reduction is not None or how.rank == 0
+    started = None if shared is None or not here else how.start_shared(x_TD, how.beside)
     routed_TD = routed()
-    if partial and started is not None and how.transform is None and not how.separate:
+    if in_parts and started is not None and how.transform is None and not how.separate:
         return (_reduced(_added(routed_TD, started()), reduction),)  # at once
     # The sum of the ranks is transformed, by whatever module, and mostly less wide than the result.
-    routed_TD = _reduced(routed_TD, reduction)
-    if how.transform is not None:
-        routed_TD = how.transform(routed_TD)
+    routed_TD = how.transformed(_reduced(routed_TD, reduction))
     if started is None:
         return (routed_TD,)
-    shared_TD = _reduced(started(), reduction) if partial else started()
+    shared_TD = _reduced(started(), reduction) if in_parts else started()
     return (shared_TD, routed_TD) if how.separate else (_added(routed_TD, shared_TD),)
 
 
@@ -131,10 +158,8 @@ def result_over_ranks(
     asked = how.beside is not False  # what ranks wait for each other is theirs
     started = None
     if how.shared is not None:
-        started = beside.start(how.shared, x_TD, asked, streams.ALIKE)
-    routed_TD = routed()
-    if how.transform is not None:
-        routed_TD = how.transform(routed_TD)
+        started = how.start_shared(x_TD, asked, streams.ALIKE)
+    routed_TD = how.transformed(routed())
     if started is None:
         return (routed_TD,)
     shared_TD = started()

@@ -15,7 +15,7 @@ from moe_ops.checks.options import check_flag, check_int, check_text, check_type
 from moe_ops.layer.exchange import OWN_TOKENS, Exchange, check_group
 from moe_ops.layer.loads import count_anew
 from moe_ops.layer.module import MoELayer
-from moe_ops.layer.parts import ALONE, LEFT, PARTIAL, Reduction, missing_exchange
+from moe_ops.layer.parts import ALONE, LEFT, PARTIAL, Combination, Reduction, missing_exchange
 from moe_ops.layer.resized import NOWHERE, TABLES, Change, move, replicated
 from moe_ops.layer.tensors import layer_buffers
 from moe_ops.main_grad import MAIN_GRAD
@@ -188,7 +188,7 @@ def _asked(
         check_group("group", group, parallel.size, parallel.rank, "reduce_results")
         reduction = group if isinstance(reduction, str) else reduction
     placement = layer.placement if joins else layer.placement.resized(parallel)
-    how = replace(layer._combination(), reduction=reduction)
+    how = replace(Combination.of(layer), reduction=reduction)
     how.check(parallel.size, exchange is not None and not exchange.tp_group)
     return Asked(placement=placement, exchange=exchange, reduction=reduction, most=most)
 
