@@ -13,10 +13,12 @@ from torch import nn
 
 from moe_ops.checks.options import check_flag, check_int, check_type
 from moe_ops.installed import inside_of_peft, is_transformers_model, require_transformers
-from moe_ops.interop.told import TOLD, Told, tell
+from moe_ops.interop.told import TOLD, Told
 from moe_ops.recorded import bare
+from moe_ops.recorded.bare import GIVEN_IDS, RING_IDS
 from moe_ops.recorded.ring import Rings
-from moe_ops.recorded.routing import MOST_EXPERTS, RecordedRouting
+from moe_ops.recorded.routing import MOST_EXPERTS, RecordedRouting, called
+from moe_ops.recorded.watch import watched
 from moe_ops.recorded.windows import Windows
 
 if TYPE_CHECKING:
@@ -85,11 +87,11 @@ def record_routing(
 
     model: a model of transformers, or any module whose experts are `MoELayer`s, called with ids or
     floats [..., tokens, width]; the one that is called: what `compile` returned, or one that is not
-    compiled. All calls in the context are recorded: forwards, prompts and steps of `generate`,
-    captured ones, too, and training. Results stay as they are. weights: record routing weights,
-    too, in float32. tokens: rows of the rings on the device, `tokens * layers * top_k` numbers of
-    two bytes (of six with weights); a call has to fit into them, a compiled one of up to 4096
-    tokens twice, padded.
+    compiled. All calls in the context that do not fail are recorded: forwards, prompts and steps of
+    `generate`, captured ones, too, and training. Results stay as they are. weights: record routing
+    weights, too, in float32. tokens: rows of the rings on the device, `tokens * layers * top_k`
+    numbers of two bytes (of six with weights); a call has to fit into them, a compiled one of up to
+    4096 tokens twice, padded.
 
     In inference the kernels that route write ids themselves. Of routers that need their own code,
     for gradients or as no rule says what they compute, ids are copied by a launch of their own. The
@@ -102,7 +104,7 @@ def record_routing(
     Raises TypeError for what is no module, ValueError for a model without experts, for layers that
     differ in experts or choices, for more experts than two bytes tell apart, for experts on several
     devices, and for a model that is recorded or replayed already. A call of more tokens than the
-    rings have raises ValueError.
+    rings have raises ValueError, and so does one that runs a layer several times.
     """
     check_flag("weights", weights)
     check_int("tokens", tokens, least=1)
@@ -113,7 +115,7 @@ def record_routing(
         weights=weights, device=_device(layers),
     )  # fmt: skip
     swapped = _kind_of(model).recording(layers, rings.ids, rings.weights, rings.at)
-    with _told(model, rings, swapped):
+    with _told(model, rings, swapped, layers):
         yield Recording(rings)
 
 
@@ -138,8 +140,8 @@ def replay_routing(
 
     Raises TypeError or ValueError, and changes nothing, for what is no model, for a record of other
     layers, experts or choices, without weights where these are asked for, and for routers that
-    cannot weigh given experts. A call of other sizes than the record's next one, and one more than
-    it has, raises ValueError.
+    cannot weigh given experts. A call of other sizes than the record's next one, one more than it
+    has, and one that runs a layer several times raises ValueError. A call that failed comes again.
     """
     check_flag("weights", weights)
     layers, kind = _layers_of(model), _kind_of(model)
@@ -148,36 +150,32 @@ def replay_routing(
         reason = None if weights else kind.replay_refusal(layer)
         if reason is not None:
             raise ValueError(
-                f"{layer.name} cannot weigh given experts: {reason}; record with weights=True and "
-                "replay these with weights=True"
+                f"{called(layer.name)} cannot weigh given experts: {reason}; record with "
+                "weights=True and replay these with weights=True"
             )
     windows = Windows.of(recorded, weights=weights, device=_device(layers))
     swapped = kind.replaying(layers, windows.ids_LSK, windows.weights_LSK)
-    with _told(model, windows, swapped):
+    with _told(model, windows, swapped, layers):
         yield Replay(windows, layers)
 
 
 @contextmanager
-def _told(model: nn.Module, told: Told, swapped: Any) -> Iterator[None]:
+def _told(model: nn.Module, told: Told, swapped: Any, layers: list[Layer]) -> Iterator[None]:
     """A context in which somebody is told of a model's calls; then its modules are what they
     were."""
     inside = inside_of_peft(model)
-    vars(inside)[TOLD] = told
-    hooks = []
-    if not _is_compiled(inside):
-
-        def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if module is inside:  # a twin of it has the hook, too
-                tell(told, args, kwargs)
-
-        hooks.append(inside.register_forward_pre_hook(before, with_kwargs=True))
+    counted = {layer.name: _swapped_of(layer) for layer in layers}
     try:
-        yield
+        with watched(inside, told, counted, is_compiled=_is_compiled(inside)):
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        vars(inside).pop(TOLD)
         swapped.undo()
+
+
+def _swapped_of(layer: Layer) -> nn.Module:
+    """What of a layer writes its choices, or reads them."""
+    parts = (getattr(layer, "router", None), layer.experts)
+    return next(m for m in parts if m is not None and {RING_IDS, GIVEN_IDS} & m._buffers.keys())
 
 
 def _kind_of(model: nn.Module) -> Any:
@@ -198,6 +196,7 @@ def _layers_of(model: nn.Module) -> list[Layer]:
             f"routings of this {type(model).__name__} are recorded or replayed already; leave the "
             "context around this one first"
         )
+    _follow(inside)
     layers: list[Layer]
     if is_transformers_model(inside):
         layers = _kind_of(model).routed_of(inside)
@@ -251,6 +250,16 @@ def _is_compiled(model: nn.Module) -> bool:
     """Whether `compile` made a model, whose calls tell by themselves."""
     call = type(getattr(model, "_compiled_call_impl", None))
     return "_moe_ops_fallback" in vars(model) or call.__module__.startswith("moe_ops.")
+
+
+@torch.no_grad()
+def _follow(model: nn.Module) -> None:
+    """Have a compiled model be what its model has become, of other experts perhaps, as each of its
+    calls does first."""
+    call, generate = (vars(model).get(n) for n in ("_compiled_call_impl", "_moe_ops_fallback"))
+    follow = getattr(call, "before", None) or getattr(generate, "follow", None)
+    if follow is not None:
+        follow()
 
 
 def _device(layers: list[Layer]) -> torch.device:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_ops.recorded.routing import NONE, RecordedRouting
+from moe_ops.interop.told import Looks
+from moe_ops.recorded.routing import NONE, RecordedRouting, called
 
 
 @dataclass(slots=True)
@@ -20,6 +21,7 @@ class Written:
     width: int
     batch: int
     tokens: int
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ class Rings:
             self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self._end = self._copied = 0  # rows, counted from the first of all
         self._base = 0  # the first row that is in a chunk
+        self.begun = 0
+        self.looks: Looks | None = None
         self._calls: list[Written] = []
         self._chunks: list[Chunk] = []
 
@@ -94,6 +98,9 @@ class Rings:
         self._calls.append(Written(self._end, rows, width, batch, tokens))
         self.at.fill_(self._end)
         self._end += room
+        self.begun += 1
+        if self.looks is not None:
+            self.looks.start()
 
     def pad(self, rows: int, width: int) -> None:
         call = self._calls[-1]
@@ -101,12 +108,19 @@ class Rings:
         call.rows, call.width = rows, width
 
     def try_out(self, rows: int, width: int) -> None:
+        if self.looks is not None:
+            self.looks.tried()
         call = self._calls[-1]
         behind = call.first + call.rows * call.width
         assert behind + rows * width <= self._end, "it was not to grow so much"
         self.at.fill_(behind)
 
+    def end(self, done: bool) -> None:
+        if self._calls:
+            self._calls[-1].failed = not done
+
     def forget(self, tokens: int) -> None:
+        self._calls = self._good()
         while tokens > 0 and self._calls:
             call = self._calls[-1]
             taken = min(tokens, call.tokens)
@@ -120,13 +134,14 @@ class Rings:
         """All that was recorded since the last time. The host waits for the device.
 
         Raises RuntimeError where a layer saw other tokens than the calls had, as those of pictures
-        are: which rows are whose nobody knows then.
+        are: which rows are whose nobody knows then. They stay, and are no record the next time.
         """
         self._wait()  # for all streams: calls may have run on others
         strays = self._strays()
         self._empty()
         self._wait()
-        rows_T, calls = self._rows(), tuple((c.batch, c.tokens) for c in self._calls)
+        good = self._good()
+        rows_T, calls = self._rows(good), tuple((c.batch, c.tokens) for c in good)
         ids_LTK = torch.cat([c.ids for c in self._chunks], 1) if self._chunks else None
         weights = None
         if ids_LTK is None:
@@ -138,21 +153,26 @@ class Rings:
             if self.weights is not None:
                 found = [c.weights for c in self._chunks if c.weights is not None]
                 weights = torch.cat(found, 1).transpose(0, 1)[rows_T]
-        self._calls, self._chunks, self._base = [], [], self._end
         strays += [self.layers[i] for i in _torn(ids, calls)]
         if strays:
             raise RuntimeError(
-                f"{strays[0]} saw other tokens than the calls that were recorded have, so that "
-                "nobody knows which are whose; record the part of the model that has one sequence "
-                "of tokens"
+                f"{called(strays[0])} saw other tokens than the calls that were recorded have, so "
+                "that nobody knows which are whose; record the part of the model that has one "
+                "sequence of tokens"
             )
-        return RecordedRouting(
+        made = RecordedRouting(
             ids_TLK=ids,
             weights_TLK=weights,
             calls=calls,
             layers=self.layers,
             num_experts=self.num_experts,
         )
+        self._calls, self._chunks, self._base = [], [], self._end  # not before there is a record
+        return made
+
+    def _good(self) -> list[Written]:
+        """The calls that did not fail."""
+        return [call for call in self._calls if not call.failed]
 
     def _wait(self) -> None:
         if self.at.is_cuda:
@@ -166,12 +186,12 @@ class Rings:
         behind_L = torch.stack([ring[place, 0] for ring in self.ids]).cpu()
         return [name for name, i in zip(self.layers, behind_L.tolist(), strict=True) if i != NONE]
 
-    def _rows(self) -> Tensor:
+    def _rows(self, calls: list[Written]) -> Tensor:
         """The places of the calls' tokens among the rows of all chunks."""
         found = [
             (torch.arange(c.batch)[:, None] * c.width + torch.arange(c.tokens)).flatten()
             + (c.first - self._base)
-            for c in self._calls
+            for c in calls
         ]
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 

@@ -210,6 +210,11 @@ class RecordedRouting:
         )
 
 
+def called(layer: str) -> str:
+    """What a message calls a layer, which has no name where it is the model."""
+    return layer or "the layer"
+
+
 def check_format(said: dict[str, Any], where: str) -> None:
     """Raise ValueError unless a file says that it is a record of routings of this version."""
     if said.get("format") != FORMAT:

@@ -3,11 +3,12 @@ call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from moe_ops.interop.told import Looks
 from moe_ops.recorded.routing import NONE, RecordedRouting
 
 LEAST_ROWS = 4096  # those of any call that is captured
@@ -25,9 +26,12 @@ class Windows:
     recorded: RecordedRouting
     _ids_LTK: Tensor  # all of the record, on the device
     _weights_LTK: Tensor | None
-    next_call: int = 0
-    _start: int = 0  # of the call that runs
-    _now: tuple[int, int] = (0, 0)
+    begun: int = field(default=0, init=False)
+    looks: Looks | None = field(default=None, init=False)
+    _next: int = field(default=0, init=False)
+    _start: int = field(default=0, init=False)  # of the call that runs
+    _now: tuple[int, int] = field(default=(0, 0), init=False)
+    _failed: bool = field(default=False, init=False)  # it, which then comes again
 
     @staticmethod
     def of(recorded: RecordedRouting, *, weights: bool, device: torch.device) -> Windows:
@@ -53,7 +57,12 @@ class Windows:
 
     def rewind(self) -> None:
         """Begin with the first call again."""
-        self.next_call, self._start, self._now = 0, 0, (0, 0)
+        self._next, self._start, self._now, self._failed = 0, 0, (0, 0), False
+
+    @property
+    def next_call(self) -> int:
+        """The number of the call of the record that comes."""
+        return self._next - self._failed
 
     def begin(
         self, batch: int, tokens: int, rows: int, width: int, *, may_grow: bool = False
@@ -76,8 +85,12 @@ class Windows:
                 f"a call of {rows} x {width} tokens does not fit into windows of "
                 f"{self.ids_LSK.shape[1]}; replay a record with its largest call first"
             )
-        self._start += self._now[0] * self._now[1]
-        self._now, self.next_call = (batch, tokens), number + 1
+        if not self._failed:
+            self._start += self._now[0] * self._now[1]
+        self._now, self._next, self._failed = (batch, tokens), number + 1, False
+        self.begun += 1
+        if self.looks is not None:
+            self.looks.start()
         self.pad(rows, width)
 
     @torch.no_grad()
@@ -88,7 +101,12 @@ class Windows:
             self._lay(self.weights_LSK, self._weights_LTK, rows, width, 0.0)
 
     def try_out(self, rows: int, width: int) -> None:
+        if self.looks is not None:
+            self.looks.tried()
         self.pad(rows, width)
+
+    def end(self, done: bool) -> None:
+        self._failed = self._next > 0 and not done
 
     def forget(self, tokens: int) -> None:
         raise ValueError(

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_ops.interop.told import are_watched
 from moe_ops.main_grad import MAIN_GRAD
 from moe_ops.prepared import HoldsExperts, as_loaded
 
 FREED, CPU = "freed", "cpu"
 ABSENT = object()  # of an attribute that an object has not itself
+WATCHED = (
+    "routings of the model are recorded or replayed, by the numbers that its experts have now; "
+    "leave that context first"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +88,12 @@ class Restriction:
         """Give the model the removed experts again, in place, at their former ids.
 
         Raises ValueError if they were freed, if they are there again, and if the model was
-        restricted further since; nothing is changed then.
+        restricted further since, or is recorded or replayed now; nothing is changed then.
         """
         if self._undone:
             raise ValueError("this restriction was undone before; the experts are all there")
+        if _are_watched(self._layers):
+            raise ValueError(f"this restriction cannot be undone: {WATCHED}")
         for layer in self._layers:
             for one in layer.tensors:
                 if one.path not in self.removed:
@@ -114,6 +121,8 @@ class Restriction:
 
 def refusal_of_tensors(layer: Layer) -> str | None:
     """Why the tensors of a layer cannot be cut, or None."""
+    if _are_watched([layer]):
+        return WATCHED
     for one in layer.tensors:
         t = one.tensor
         if type(t) not in (Tensor, nn.Parameter):
@@ -158,6 +167,10 @@ def restrict(layers: Sequence[Layer], others: Iterable[Setting], removed: str) -
         bytes_after=sum(one.tensor.nbytes for layer in layers for one in layer.tensors),
         removed=gone, _layers=tuple(layers), _settings=tuple(done),
     )  # fmt: skip
+
+
+def _are_watched(layers: Iterable[Layer]) -> bool:
+    return are_watched(one.tensor for layer in layers for one in layer.tensors)
 
 
 def _as_loaded(layers: Iterable[Layer]) -> ExitStack:

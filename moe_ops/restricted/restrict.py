@@ -54,8 +54,8 @@ def restrict_experts(model: nn.Module, keep: Keep, *, removed: str = FREED) -> R
     Raises TypeError or ValueError, naming the argument or the layer, and changes nothing: for
     layers and ids that are none, for routers that cannot choose among those kept as they would
     among all, for models whose class does not make every part of a layer from the number of
-    experts, or whose routers we do not know, for adapters, experts over ranks, gradients, and
-    weights without numbers.
+    experts, or whose routers we do not know, for adapters, experts over ranks, gradients,
+    weights without numbers, and while routings are recorded or replayed.
     """
     check_type("model", model, nn.Module, "a module")
     check_choice("removed", removed, (FREED, CPU))
