@@ -137,6 +137,11 @@ QUANTIZER = (
     "_process_model_after_weight_loading",
 )  # fmt: skip
 # What takes parameters that it does not name, and why.
+WATCHED = (  # of modules, while a model is recorded or replayed
+    "Counted.forward", "CountedOutside.__call__", "Watched.__call__", "WatchedInside._call_impl",
+    "watched",
+)  # fmt: skip
+WHOLE = ("call", "_call_module", "Watch.__call__")
 UNNAMED_PARAMETERS = {
     "the arguments of a block, a cache or a collective, which it passes on": {
         "moe_ops/halves/run.py: two_halves",
@@ -221,12 +226,15 @@ UNNAMED_PARAMETERS = {
         "passes/explain/trace.py: Backend._inner",
         "passes/inductor/net.py: Net.__call__",
         "moe_ops/compiler.py: CapturingBackend.__call__",
+        "moe_ops/compiler.py: Counted.__call__",
         "passes/inductor/sizes.py: _denied",
         "passes/inductor/sizes.py: _guards",
     },
     "the arguments of a model or a function that it is given": {
         "moe_ops/forward/loops.py: AroundLoops.__call__",
+        *(f"moe_ops/forward/whole.py: {name}" for name in WHOLE),
         "moe_ops/generation/fallback.py: told_step",
+        *(f"moe_ops/recorded/watch.py: {name}" for name in WATCHED),
         "moe_ops/generation/wide.py: with_last_states",
         "passes/inductor/layer_region.py: LayerRegion.__call__",
         "passes/inductor/layer_region.py: LayerRegion._run",
