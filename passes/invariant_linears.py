@@ -6,6 +6,7 @@ that do not, for any number of rows, those of a prompt and those of a step.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -118,7 +119,12 @@ def _ends(graph: fx.Graph, product: Product) -> fx.Node:
     x, out = product.x, product.out
     if tensor(product.w).dim() == 2:
         return _end(graph, tensor(x), sizes_of(graph, x, 0)[0])
-    E, rows = tensor(product.w).shape[0], product.shape[-2]
+    E, (rows,) = tensor(product.w).shape[0], sizes_of(graph, x, 0)
+    if isinstance(rows, int):
+        rows //= E
+    else:
+        rows, of_all = graph.call_function(operator.floordiv, (rows, E)), rows
+        rows.meta["val"] = of_all.meta["val"] // E
     kwargs: Any = {"dtype": torch.int32, "device": tensor(x).device}
     counted = {"start": 1, "step": 1, "requires_grad": False} | kwargs
     numbers = graph.call_function(prims.iota.default, (E,), counted)

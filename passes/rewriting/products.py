@@ -6,7 +6,6 @@ sum of products of numbers into which Inductor takes some with one row or one co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,45 +159,46 @@ def _of_groups(graph: fx.Graph, node: fx.Node, weights: set[fx.Node]) -> Product
 
 def _of_sum(graph: fx.Graph, node: fx.Node, weights: set[fx.Node]) -> Product:
     """The sum over one axis of an outer product over the others, of which x has the first and the
-    weight the last. What Inductor converts to float32 is taken as it was."""
-    factors = _factors(node)
+    weight the last; ahead of them may be one that both have. What Inductor converts to float32 is
+    taken as it was."""
+    factors, product = _factors(node), operand(node, 0)
     assert factors is not None
-    axes = operand(node, 1)
-    require(len(axes) == 1, "it sums several axes")
+    require(len(operand(node, 1)) == 1, "it sums several axes")
     x, w = factors if factors[1] in weights else factors[::-1]
-    rank = tensor(operand(node, 0)).dim()
-    axis, K = axes[0] % rank, tensor(operand(node, 0)).shape[axes[0]]
-    of_x, of_w = _axes(x, rank, axis, K), _axes(w, rank, axis, K)
-    mine = [i for i in range(rank) if i != axis and i not in of_w]
-    require(not set(of_x) & set(of_w), "its operands share an axis that it does not sum")
-    require(all(i < j for i in mine for j in of_w), "the axes of the weight are not the last")
-    shape = [*sizes_of(graph, operand(node, 0), *mine), *sizes_of(graph, w, *_own(w, rank, of_w))]
+    rank = tensor(product).dim()
+    axis = operand(node, 1)[0] % rank
+    of_x, of_w = (_axes(t, product, axis) for t in (x, w))
+    both = [i for i in of_x if i in of_w]
+    of_w = [i for i in of_w if i not in both]
+    mine = [i for i in range(rank) if i not in (axis, *both, *of_w)]
+    require([*both, *mine, *of_w] == [i for i in range(rank) if i != axis], "its axes are mixed")
+    require(len(both) < 2, "its operands share several axes that it does not sum")
+    shape: list[Size] = sizes_of(graph, product, *both, *mine, *of_w)
     if len(node.args) > 2 and operand(node, 2):
         shape.insert(axis, 1)
-    x, w = (_rows(graph, _unconverted(graph, t), rank, axis, K) for t in (x, w))
+    x, w = (_unconverted(graph, t) for t in (x, w))
     require(tensor(x).dtype is tensor(w).dtype, "the factors have two dtypes")
+    K = tensor(product).shape[axis]
+    x = insert(graph, aten.reshape.default, (_behind(graph, x, rank, axis), [-1, K]), x)
+    parts = sizes_of(graph, product, *both)
+    rows = [*parts, -1, K] if both else [-1, K]
+    w = insert(graph, aten.reshape.default, (_behind(graph, w, rank, axis), rows), w)
     return Product(out=node, x=x, w=w, transposed=False, shape=tuple(shape))
 
 
-def _axes(factor: fx.Node, rank: int, axis: int, K: Any) -> list[int]:
-    """The axes of a product of numbers along which a factor has several, or may."""
-    missing = rank - tensor(factor).dim()
-    sizes = [1] * missing + list(tensor(factor).shape)
-    require(same(sizes[axis], K), "a factor has one number for all that is summed")
-    return [i for i, n in enumerate(sizes) if i != axis and not same(n, 1)]
+def _axes(factor: fx.Node, product: fx.Node, axis: int) -> list[int]:
+    """The axes of a product of numbers but the one that is summed along which a factor has several,
+    or may."""
+    sizes = tensor(product).shape
+    mine = [1] * (len(sizes) - tensor(factor).dim()) + list(tensor(factor).shape)
+    require(same(mine[axis], sizes[axis]), "a factor has one number for all that is summed")
+    return [i for i, n in enumerate(mine) if i != axis and not same(n, 1)]
 
 
-def _own(factor: fx.Node, rank: int, axes: Sequence[int]) -> list[int]:
-    """Axes of a product as axes of a factor."""
-    return [i - (rank - tensor(factor).dim()) for i in axes]
-
-
-def _rows(graph: fx.Graph, factor: fx.Node, rank: int, axis: int, K: Any) -> fx.Node:
-    """A factor as rows [R, K] of what is summed."""
+def _behind(graph: fx.Graph, factor: fx.Node, rank: int, axis: int) -> fx.Node:
+    """A factor with the axis that is summed behind all others."""
     axis -= rank - tensor(factor).dim()
-    order = [i for i in range(tensor(factor).dim()) if i != axis]
-    turned = _turned(graph, factor, (*order, axis))
-    return insert(graph, aten.reshape.default, (turned, [-1, K]), factor)
+    return _turned(graph, factor, (*[i for i in range(tensor(factor).dim()) if i != axis], axis))
 
 
 def _unconverted(graph: fx.Graph, node: fx.Node) -> fx.Node:

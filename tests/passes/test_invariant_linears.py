@@ -15,6 +15,7 @@ import moe_ops
 from moe_ops.passes.inductor.pipeline import Pipeline
 from moe_ops.passes.invariant_linears import invariant_linears
 from moe_ops.passes.rewriting.context import Context, Options
+from moe_ops.passes.rewriting.products import is_taken_apart
 from moe_ops.registry.invariance import PLANNED
 from moe_ops.testing import BF16, F16, F32, Tol, assert_close
 from tests.chosen import in_turn
@@ -131,6 +132,10 @@ FORMS = {
         function=lambda w, x: torch.einsum("...hk,hkn->...hn", x.unflatten(-1, (4, 16)), w),
         weight=(4, 16, 8),
     ),
+    "a vector for each head": Form(
+        function=lambda w, x: torch.einsum("...hk,hk->...h", x.unflatten(-1, (4, 16)), w),
+        weight=(4, 16),
+    ),
     "each head for all": Form(
         function=lambda w, x: torch.einsum("...k,hkn->...hn", x, w), weight=(4, 64, 8)
     ),
@@ -172,7 +177,10 @@ def in_pipeline() -> Any:
 
 def products(graph: fx.Graph) -> list[fx.Node]:
     """What is left to torch."""
-    return [n for n in graph.nodes if str(n.target) in LEFT]
+    return [
+        n for n in graph.nodes
+        if str(n.target) in LEFT or (str(n.target) == "aten.sum.dim_IntList" and is_taken_apart(n))
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16", "float16"])
