@@ -140,7 +140,7 @@ def test_a_call_that_raises_is_no_harm_to_others(caplog: pytest.LogCaptureFixtur
 
     with caplog.at_level("INFO", "moe_ops"):
         found = compiler.collected([fail, launch])
-    assert found.launches == [("a kernel", (3,), {"size": 4})]
+    assert found.launches == [("a kernel", (3,), {"size": 4, "enable_fp_fusion": True})]
     assert "not compiled ahead: ValueError: too many" in caplog.text
 
 

@@ -150,6 +150,7 @@ def test_training_takes_what_was_recorded(family: str) -> None:
             assert_close(grads[1][name], want, TOL["route", torch.float16], name)
 
 
+@pytest.mark.every  # eager training is recorded in test_models.py
 def test_training_is_recorded() -> None:
     model, twin = pair(layers=1)
     ids = text(2, 6)

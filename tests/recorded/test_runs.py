@@ -184,7 +184,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.every] * (n == "training")) for n in CALLS]
+)
 def test_compiled_models(name: str) -> None:
     torch._dynamo.reset()
     twin = moe_ops.compile(tiny(again=True))
@@ -196,6 +198,7 @@ def test_compiled_models(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize("again", [False, True], ids=["once", "twice"])
 def test_compiled_training_with_checkpoints(again: bool) -> None:
     """Dynamo leaves code that changes something inside of a checkpoint: nothing does."""

@@ -18,13 +18,10 @@ from tests.hf.test_quantize import gpt_oss, qwen
 MODEL = TOL["model", F32]
 
 
-# Of peft gradients and what is explained are below.
+# What a step of such models computes is in test_captured.py.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way",
-    [WAYS["ours"], pytest.param(WAYS["peft"], marks=pytest.mark.every)],
-    ids=["ours", "peft"],
-)
+@pytest.mark.every
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_compiled_model_follows_its_adapters(way: Any, caplog: Any) -> None:
     model, chosen = way(qwen)
     ids = ids_of(3)
