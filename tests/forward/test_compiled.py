@@ -106,6 +106,7 @@ def test_caches_and_masks_of_any_length_cost_few_graphs(family: str, traced: Non
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_sequences_may_share_a_mask_of_the_caller(traced: None) -> None:
     model = families.build("qwen3_moe").model
     twin = moe_ops.compile(model)

@@ -85,12 +85,10 @@ def test_a_captured_step_has_latents_too(over_latents: list[Tensor | None]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("family", "backend"),
-    [
-        ("deepseek_v3", "eager"),
-        *(pytest.param(family, "inductor", marks=pytest.mark.every) for family in SERVED),
-    ],
+    [("deepseek_v3", "eager"), *((family, "inductor") for family in SERVED)],
 )
 def test_a_compiled_step_calls_the_op(
     family: str, backend: str, monkeypatch: pytest.MonkeyPatch

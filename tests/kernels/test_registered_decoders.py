@@ -309,6 +309,7 @@ for source in sources:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_another_body_is_compiled_anew(tmp_path: Path) -> None:
     """Also where it is that of what a decoder calls, and after another process compiled both."""
     root = Path(__file__).resolve().parents[2]

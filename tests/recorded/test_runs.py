@@ -185,7 +185,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.every] * (n == "training")) for n in CALLS]
+    "name",
+    ["generate", *(pytest.param(n, marks=pytest.mark.every) for n in CALLS if n != "generate")],
 )
 def test_compiled_models(name: str) -> None:
     torch._dynamo.reset()

@@ -43,7 +43,8 @@ def test_a_compiled_model_follows_its_adapters(way: Any, caplog: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [qwen, pytest.param(gpt_oss, marks=pytest.mark.every)])
+@pytest.mark.every
+@pytest.mark.parametrize("make", [qwen, gpt_oss])
 def test_gradients_of_a_compiled_model(make: Any) -> None:
     model = train(wrapped(make()))
     want = grads(model)
