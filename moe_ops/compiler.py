@@ -152,9 +152,9 @@ def compile(
         start_workers()
     made, follow = followed(model)
     twin = made.module if inside is model else inside_of_peft(made.module)
-    backend = Counted(merged, dynamic, hooks_of(inside), type(inside).__name__)
+    backend = Net(merged, dynamic, hooks_of(inside), type(inside).__name__)
     how = functools.partial(torch.compile, fullgraph=fullgraph, dynamic=dynamic, backend=backend)
-    call = compile_whole(twin, how, backend.watch())
+    call = compile_whole(twin, how, watch_of(backend))
     tell = OfModel(lambda: twin, merged[HOOK], merged[HOOK].found).tell
     compiled = Compiled(twin._call_impl, call, merged[HOOK], dynamic, follow, tell)
     compiled.graphs = functools.partial(graphs_of, compiled, twin)
@@ -213,9 +213,9 @@ def region_of_layers(options: Mapping[str, Any]) -> Any:
     without_graphs = {**options, "triton.cudagraphs": False}
 
     def compile_region(function: Callable[..., Any]) -> Callable[..., Any]:
-        backend = Counted(without_graphs, name=name_of(function))
+        backend = Net(without_graphs, name=name_of(function))
         how = functools.partial(torch.compile, backend=backend)
-        return LayerRegion(compile_watched(function, how, backend.watch()))
+        return LayerRegion(compile_watched(function, how, watch_of(backend)))
 
     return ByKind("layer", compile_region)
 
@@ -271,15 +271,15 @@ def quicken(
 
     def compile_step(function: Callable[..., Any]) -> Callable[..., Any]:
         without_graphs = {**step_options(), "triton.cudagraphs": False}
-        backend = Counted(without_graphs, False, name=name_of(function))
+        backend = Net(without_graphs, False, name=name_of(function))
         how = functools.partial(torch.compile, dynamic=False, backend=backend)
-        return functools.partial(call_compiled, compile_watched(function, how, backend.watch()))
+        return functools.partial(call_compiled, compile_watched(function, how, watch_of(backend)))
 
     def compile_model(model: nn.Module) -> Callable[..., Any]:
         options = {"triton.cudagraphs": True, **step_options()}
-        backend = Counted(options, None, hooks_of(model), type(model).__name__)
+        backend = Net(options, None, hooks_of(model), type(model).__name__)
         how = functools.partial(torch.compile, backend=backend)
-        return functools.partial(call_compiled, compile_whole(model, how, backend.watch()))
+        return functools.partial(call_compiled, compile_whole(model, how, watch_of(backend)))
 
     tools = Tools(
         layers=region,
@@ -292,20 +292,9 @@ def quicken(
     give(twin, tools, follow)
 
 
-class Counted(Net):
-    """A `Net` that counts the graphs it is given."""
-
-    made = 0
-
-    def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
-        self.made += 1
-        return super().__call__(model_, inputs_, **kwargs)
-
-    def watch(self) -> Watch:
-        """What looks at the calls that this compiles."""
-        options = self.pipeline.options
-        needed = [name for name in ("batch_invariant", "strict") if getattr(options, name)]
-        return Watch(self.waits_as, lambda: self.made, next(iter(needed), ""))
+def watch_of(backend: Net) -> Watch:
+    """What looks at the calls that a backend compiles."""
+    return Watch(backend.waits_as, lambda: backend.made, backend.needed_for)
 
 
 class CapturingBackend(Net):

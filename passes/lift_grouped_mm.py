@@ -27,17 +27,18 @@ from moe_ops.passes.rewriting.graph import (
     same,
     tensor,
 )
+from moe_ops.passes.rewriting.products import is_grouped, offsets_of, require_plain
 
 
 def lift_grouped_mm(graph: fx.Graph, context: Context) -> int:
     """Turn pairs of grouped products over rows sorted by expert into dispatch ... combine."""
     pairs: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if _is_product(node):
-            pairs[_offsets(node)].append(node)
+        if is_grouped(node):
+            pairs[offsets_of(node)].append(node)
 
     def lift(first: fx.Node) -> str:
-        products = pairs[_offsets(first)]
+        products = pairs[offsets_of(first)]
         require(len(products) == 2, f"{len(products)} products share their offsets, not two")
         region.rewrite(graph, _read(*products))
         return "sort, two grouped products, weighted sum"
@@ -45,26 +46,12 @@ def lift_grouped_mm(graph: fx.Graph, context: Context) -> int:
     return each("lift_grouped_mm", [products[0] for products in pairs.values()], lift, context)
 
 
-def _is_product(node: fx.Node) -> bool:
-    # transformers wraps a loop over experts where torch has no grouped product for a dtype.
-    return is_call(node, aten._grouped_mm.default) or (
-        node.op == "call_function"
-        and str(node.target) == "transformers.grouped_mm_fallback.default"
-    )
-
-
-def _offsets(product: fx.Node) -> Any:
-    return product.args[2] if len(product.args) > 2 else product.kwargs.get("offs")
-
-
 def _read(first: fx.Node, second: fx.Node) -> region.Experts:
     """The region around two products. Raises Mismatch if anything in it is not as it should be."""
     for product in (first, second):
-        if is_call(product, aten._grouped_mm.default):
-            bias, dtype = arg(product, "bias"), arg(product, "out_dtype")
-            require(bias is None and dtype is None, "a product has a bias or another dtype")
+        require_plain(product)
     E = tensor(first.args[1]).shape[0]
-    sorted_ids = _sorted_ids(_offsets(first), E)
+    sorted_ids = _sorted_ids(offsets_of(first), E)
     elsewhere = Elsewhere(sorted_ids, E)
     permutation = _other_output(sorted_ids)
     x, K = _gathered(elsewhere.below(first.args[0]), permutation)

@@ -226,7 +226,6 @@ UNNAMED_PARAMETERS = {
         "passes/explain/trace.py: Backend._inner",
         "passes/inductor/net.py: Net.__call__",
         "moe_ops/compiler.py: CapturingBackend.__call__",
-        "moe_ops/compiler.py: Counted.__call__",
         "passes/inductor/sizes.py: _denied",
         "passes/inductor/sizes.py: _guards",
     },

@@ -60,9 +60,18 @@ class Net(torch._TorchCompileInductorWrapper):
         self.hooks = hooks
         self.waits_as = name  # `name` is torch's, by which it tells its own backend
         self.told = False
+        self.made = 0  # graphs that it was given
+
+    @property
+    def needed_for(self) -> str:
+        """The option under which nothing may run another way, or ""."""
+        options = self.pipeline.options
+        needed = (name for name in ("batch_invariant", "strict") if getattr(options, name))
+        return next(needed, "")
 
     @sizes.assuming()  # also of the graph as it was, which might fail for the same reason
     def __call__(self, model_: fx.GraphModule, inputs_: list[Any], **kwargs: Any) -> Any:
+        self.made += 1
         sizes.fix_traced()
         untouched, before = _copied(model_), len(self.pipeline.runs)
         try:
@@ -73,9 +82,7 @@ class Net(torch._TorchCompileInductorWrapper):
         except InductorError as error:
             let_through(error, compiling=True)
             rewritten = any(p.rewrites for run in self.pipeline.runs[before:] for p in run.passes)
-            options = self.pipeline.options
-            needed = options.strict or options.batch_invariant
-            if needed or not rewritten or _out_of_memory(error):
+            if self.needed_for or not rewritten or _out_of_memory(error):
                 raise
             reason = self._tell(before, _cause_of(error))
             self.pipeline.found += [each.left_for(reason) for each in found]

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from moe_ops.passes.rewriting.graph import (
     RESHAPES,
+    arg,
     aten,
     insert,
     is_call,
@@ -26,7 +27,6 @@ from moe_ops.passes.rewriting.graph import (
 
 MATRICES = (aten.mm.default, aten.addmm.default)
 BATCHES = (aten.bmm.default, aten.baddbmm.default)
-GROUPED = aten._grouped_mm.default
 # By name: metadata is copied, and a copy of an op is another one.
 TAKEN_APART = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "mv", "dot"))
 Size = int | fx.Node
@@ -73,7 +73,7 @@ def multiplies_weights(node: fx.Node, weights: set[fx.Node]) -> bool:
 
 def _factors(node: fx.Node) -> tuple[Any, Any] | None:
     """What a node multiplies, if it is a product of matrices."""
-    if is_call(node, aten.mm.default, aten.bmm.default, GROUPED) or is_fallback(node):
+    if is_call(node, aten.mm.default, aten.bmm.default) or is_grouped(node):
         return operand(node, 0), operand(node, 1)
     if is_call(node, aten.addmm.default, aten.baddbmm.default):
         return operand(node, 1), operand(node, 2)
@@ -84,13 +84,25 @@ def _factors(node: fx.Node) -> tuple[Any, Any] | None:
     return None
 
 
-def is_fallback(node: fx.Node) -> bool:
-    """Whether a node is the loop over experts that transformers has in place of a grouped product
-    for some dtypes."""
-    return (
+def is_grouped(node: fx.Node) -> bool:
+    """Whether a node is a grouped product, or the loop over experts that transformers has in its
+    place where torch has none for a dtype."""
+    return is_call(node, aten._grouped_mm.default) or (
         node.op == "call_function"
         and str(node.target) == "transformers.grouped_mm_fallback.default"
     )
+
+
+def offsets_of(product: fx.Node) -> Any:
+    """Where the rows of each weight of a grouped product end."""
+    return product.args[2] if len(product.args) > 2 else product.kwargs.get("offs")
+
+
+def require_plain(product: fx.Node) -> None:
+    """Raise Mismatch for a grouped product that adds or converts something."""
+    if is_call(product, aten._grouped_mm.default):
+        bias, dtype = arg(product, "bias"), arg(product, "out_dtype")
+        require(bias is None and dtype is None, "a product has a bias or another dtype")
 
 
 def is_taken_apart(node: fx.Node) -> bool:
@@ -146,14 +158,12 @@ def _of_batches(graph: fx.Graph, node: fx.Node, weights: set[fx.Node]) -> Produc
 
 def _of_groups(graph: fx.Graph, node: fx.Node, weights: set[fx.Node]) -> Product:
     """A grouped product of sorted rows."""
-    names = ("self", "mat2", "offs", "bias", "out_dtype")
-    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    x, w, ends = given["self"], given["mat2"], given.get("offs")
+    x, w, ends = operand(node, 0), operand(node, 1), offsets_of(node)
     require(w in weights and ends is not None, "its weights are not those of the rows")
     require(tensor(x).dim() == 2 and tensor(w).dim() == 3, "it is not one of sorted rows")
-    require(given.get("bias") is given.get("out_dtype") is None, "it has a bias or another dtype")
+    require_plain(node)
+    shape = (*sizes_of(graph, x, 0), *sizes_of(graph, w, 2))
     w, transposed = _weight(graph, w, (0, 2, 1))
-    shape = (*sizes_of(graph, x, 0), *sizes_of(graph, given["mat2"], 2))
     return Product(out=node, x=x, w=w, transposed=transposed, shape=shape, ends=ends)
 
 

@@ -18,6 +18,7 @@ from moe_ops.testing import assert_close
 from tests.chosen import COMPILED, one_in, those_of
 from tests.forward.layered import MODEL, check_output, left_padded, tokens
 from tests.hf import families
+from tests.recompiling import Traced
 
 FIRST = ("gpt_oss", "qwen3_moe")
 PARTS = 2  # a layer, the last norm
@@ -28,7 +29,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Dynamo's graphs are counted, which need no code."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
+    monkeypatch.setattr(compiler, "Net", Traced)
     yield
     torch._dynamo.reset()
 
@@ -106,7 +107,6 @@ def test_caches_and_masks_of_any_length_cost_few_graphs(family: str, traced: Non
 
 
 @pytest.mark.slow
-@pytest.mark.every
 def test_sequences_may_share_a_mask_of_the_caller(traced: None) -> None:
     model = families.build("qwen3_moe").model
     twin = moe_ops.compile(model)

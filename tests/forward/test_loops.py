@@ -17,6 +17,7 @@ from moe_ops.forward.regions import call_module
 from tests.chosen import those_of
 from tests.hf import families
 from tests.hf.twins import check
+from tests.recompiling import Traced
 
 # Their mixers, and whether these loop over a prompt.
 MIXERS = {
@@ -69,7 +70,7 @@ def test_functions_of_ours_do_not_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prompts_of_any_length_share_code(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     # Dynamo's graphs are counted, which need no code.
-    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
+    monkeypatch.setattr(compiler, "Net", Traced)
     model = families.build(family).model
     twin = moe_ops.compile(model)
     check(model, twin, torch.randint(16, 90, (3, 9)))

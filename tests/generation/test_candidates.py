@@ -25,6 +25,7 @@ from tests.generation.test_caches import check_alike
 from tests.hf import families
 from tests.hf.auto_classes import build_published
 from tests.hf.twins import PLAIN, twin_of
+from tests.recompiling import Traced
 
 # From transformers 5.24 on its generator asks for the last states alone.
 HAS_MTP = hasattr(modeling_layers, "MtpModel") and CACHE == "cache"
@@ -367,7 +368,7 @@ def test_a_step_of_too_many_tokens_is_refused() -> None:
 def test_nothing_is_compiled_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     # Dynamo's graphs are counted, which need no code.
-    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
+    monkeypatch.setattr(compiler, "Net", Traced)
     model = families.build("gpt_oss").model
     twin, draft = (moe_ops.compile(m) for m in (model, assistant("gpt_oss")))
     for k in (4, 4, 2, 5):

@@ -23,6 +23,7 @@ from tests.generation.test_published_classes import SERVED
 from tests.hf import families
 from tests.hf.auto_classes import build_published
 from tests.hf.twins import PLAIN, check, twin_of
+from tests.recompiling import Traced
 
 CHOSEN = ("Qwen3_5MoeForConditionalGeneration", "DeepseekV32ForCausalLM", "LaraMiniForCausalLM")
 DICT = {**PLAIN, "return_dict_in_generate": True}
@@ -199,7 +200,7 @@ def test_other_caches_are_refused_with_a_reason(model: Any) -> None:
 def test_chats_of_any_length_share_code(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     # Dynamo's graphs are counted, which need no code.
-    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
+    monkeypatch.setattr(compiler, "Net", Traced)
     model = families.build("qwen3_next").model
     twin = moe_ops.compile(model)
     chat(twin, 0, 0)

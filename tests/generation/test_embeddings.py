@@ -20,6 +20,7 @@ from tests.generation.test_published_classes import SERVED
 from tests.hf import families
 from tests.hf.auto_classes import build_published
 from tests.hf.twins import PLAIN, check, twin_of
+from tests.recompiling import Traced
 
 # Attention alone, pictures and states, latents and an indexer, and a class that takes none.
 CHOSEN = (
@@ -153,7 +154,7 @@ def test_they_share_the_code_of_ids(
 ) -> None:
     torch._dynamo.reset()
     # Dynamo's graphs are counted, which need no code.
-    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
+    monkeypatch.setattr(compiler, "Net", Traced)
     twin = moe_ops.compile(model)
     for length in (9, 5):
         check(model, twin, ids[:, :length])

@@ -14,6 +14,7 @@ from moe_ops import compiler
 from tests.chosen import those_of
 from tests.hf.auto_classes import build_published
 from tests.hf.twins import check
+from tests.recompiling import Traced
 
 # By what they keep: a window, latents, the states of a delta rule and of Mamba2, of convolutions
 # alone, an indexer's keys, and what an indexer scores by pools and by blocks.
@@ -40,7 +41,7 @@ class After:
 def test_nothing_is_compiled_after_the_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     # Dynamo's graphs are counted, which need no code.
-    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
+    monkeypatch.setattr(compiler, "Net", Traced)
     model = build_published(name).model
     twin = moe_ops.compile(model)
 

@@ -26,6 +26,7 @@ from tests.chosen import CHOSEN, those_of
 from tests.graphs.recorder import Recorder
 from tests.hf import families, twins
 from tests.hf.auto_classes import build_text
+from tests.recompiling import Traced
 
 PLAIN = {"max_new_tokens": 5, "pad_token_id": 0, "eos_token_id": None}
 GENERATOR = torch.Generator().manual_seed(0)
@@ -181,7 +182,7 @@ def test_nothing_is_compiled_for_a_capture(
     torch._dynamo.reset()
     monkeypatch.setattr(compiler, "GraphPool", lambda: GraphPool(graphs))
     # Dynamo's graphs are counted, which need no code; test_generate.py has that compiled, too.
-    monkeypatch.setattr(compiler, "Net", lambda *_, **__: "eager")
+    monkeypatch.setattr(compiler, "Net", Traced)
     model = families.build(family).model
     twin = moe_ops.compile(model)
     for time in range(TIMES + 1):

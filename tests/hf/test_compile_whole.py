@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import moe_ops
 from moe_ops.testing import Tol, assert_close
 from tests.hf import families
-from tests.recompiling import few_graphs
+from tests.recompiling import counted_anew, few_graphs, graphs
 
 D, T = 256, 40
 TOL = Tol(1e-4, "float32 sums in another order")
@@ -26,14 +26,8 @@ UNCOMPILED = "runs uncompiled, which is slower"
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """No graph was compiled before."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+    with counted_anew():
+        yield
 
 
 class Inherits(nn.Sequential):

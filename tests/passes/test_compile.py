@@ -12,7 +12,6 @@ import torch
 import torch.fx.experimental._config as shape_config
 import transformers
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
 
@@ -26,6 +25,7 @@ from moe_ops.testing import Tol, assert_close
 from tests.chosen import in_turn
 from tests.hf import attention, families
 from tests.moe_block import Block
+from tests.recompiling import counted_anew, graphs
 
 needs_the_flag = pytest.mark.skipif(
     not sizes.HAS_OBLIVIOUS, reason="this torch compiles a size of 1 apart"
@@ -36,14 +36,8 @@ TOL = Tol(1e-4, "float32 sums in another order through a whole model")
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """No graph was compiled before."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+    with counted_anew():
+        yield
 
 
 def hook(graph: torch.fx.Graph) -> None:
