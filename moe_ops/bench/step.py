@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from moe_ops.ops import route
 from moe_ops.quant import packing
 from moe_ops.quant.config import QuantConfig
 from moe_ops.quant.formats import Format
-from moe_ops.testing import LAYERS, Case
+from moe_ops.testing import GPT_OSS, LAYERS, Case
 
 EPS = 1e-6
 REST = 0.8  # of free memory, for weights
@@ -51,54 +52,61 @@ FLOATS = Formats()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Heads of queries and of the cache, their size, and whether they are normed."""
+    """Heads of queries and of the cache, their size, and whether they are normed. `biased`: linear
+    layers, the router and the experts have biases, attention has sinks, and experts have the
+    activation of GPT-OSS."""
 
     H: int
     N: int
     size: int
     normed: bool
+    biased: bool = False
 
 
 ATTENTION = {
     "qwen3_30b": Attention(H=32, N=4, size=128, normed=True),
     "mixtral_8x7b": Attention(H=32, N=8, size=128, normed=False),
-    "gpt_oss_20b": Attention(H=64, N=8, size=64, normed=False),
+    "gpt_oss_20b": Attention(H=64, N=8, size=64, normed=False, biased=True),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Linears:
-    """Linear layers of one input: weights, and where these are codes their scales and zero points,
-    and their format."""
+    """Linear layers of one input: weights and biases, and where the former are codes their scales
+    and zero points, and their format."""
 
     weights: list[Tensor]
+    biases: list[Tensor | None]
     scales: list[Tensor]
     zeros: list[Tensor | None]
     format: str
 
     def __call__(self, x_1K: Tensor) -> list[Tensor]:
-        none = [None] * len(self.weights)
         if not self.format:
-            return linears(x_1K, self.weights, none)
+            return linears(x_1K, self.weights, self.biases)
+        none = [None] * len(self.weights)
         return quantized_linears(
-            x_1K, self.weights, self.scales, self.zeros, none, none, self.format
+            x_1K, self.weights, self.scales, self.zeros, none, self.biases, self.format
         )
 
     def of_normed(self, x_1K: Tensor, residual: Tensor | None, gain_K: Tensor) -> list[Tensor]:
         """What `normed_linears` gives."""
         given, none = (x_1K, residual, gain_K, EPS, self.weights), [None] * len(self.weights)
         if not self.format:
-            return normed_linears(*given, none)
-        return normed_quantized_linears(*given, self.scales, self.zeros, none, none, self.format)
+            return normed_linears(*given, self.biases)
+        return normed_quantized_linears(
+            *given, self.scales, self.zeros, none, self.biases, self.format
+        )
 
 
-def linears_of(weights: list[Tensor], format: str) -> Linears:
+def linears_of(weights: list[Tensor], format: str, biased: bool = False) -> Linears:
     """Linear layers whose weights are codes of a format, or floats without one."""
+    biases: list[Tensor | None] = [w[:, 0].contiguous() if biased else None for w in weights]
     if not format:
-        return Linears(weights=weights, scales=[], zeros=[], format="")
+        return Linears(weights=weights, biases=biases, scales=[], zeros=[], format="")
     done = [packing.quantize(w, Format.of(format)) for w in weights]
     return Linears(
-        weights=[d.values for d in done], scales=[d.scale for d in done],
+        weights=[d.values for d in done], biases=biases, scales=[d.scale for d in done],
         zeros=[d.zero for d in done], format=format,
     )  # fmt: skip
 
@@ -114,8 +122,10 @@ class StepLayer:
     values: Tensor
     out: Linears
     experts_gain_D: Tensor
-    router_ED: Tensor
+    router: Linears
     experts: Weights
+    sinks_H: Tensor | None
+    more: dict[str, Any]  # that `experts_onto` takes: biases, and what is not the usual activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,16 +179,22 @@ def make_layer(
     a, D = attention, case.D
     sizes = [n * a.size for n in (a.H, a.N, a.N)]
     cache = (sequences, a.N, slots, a.size)
+    more: dict[str, Any] = {}
+    if a.biased:
+        biases = {"b13_EF": normal(case.E, 2 * case.I), "b2_ED": normal(case.E, D)}
+        more = {**biases, **GPT_OSS}
     return StepLayer(
         gain_D=normal(D),
-        qkv=linears_of([normal(n, D, std=D**-0.5) for n in sizes], formats.linears),
+        qkv=linears_of([normal(n, D, std=D**-0.5) for n in sizes], formats.linears, a.biased),
         head_gains=(normal(a.size), normal(a.size)) if a.normed else (None, None),
         keys=normal(*cache),
         values=normal(*cache),
-        out=linears_of([normal(D, sizes[0], std=sizes[0] ** -0.5)], formats.linears),
+        out=linears_of([normal(D, sizes[0], std=sizes[0] ** -0.5)], formats.linears, a.biased),
         experts_gain_D=normal(D),
-        router_ED=normal(case.E, D, std=D**-0.5),
+        router=linears_of([normal(case.E, D, std=D**-0.5)], "", a.biased),
         experts=make_weights(case, torch.bfloat16, g, formats.experts),
+        sinks_H=normal(a.H) if a.biased else None,
+        more=more,
     )
 
 
@@ -203,15 +219,14 @@ def forward(
     heads = rope_attention(
         q.view(B, a.H, a.size), k.view(B, a.N, a.size), v.view(B, a.N, a.size),
         place.cos, place.sin, place.slot, layer.keys, layer.values, place.mask_BS,
-        a.size**-0.5, *layer.head_gains, EPS,
+        a.size**-0.5, *layer.head_gains, EPS, layer.sinks_H,
     )  # fmt: skip
     (out_BD,) = layer.out(heads.view(B, -1))
-    total_BD, n_BD, logits_BE = normed_linears(
-        out_BD, x_BD, layer.experts_gain_D, EPS, [layer.router_ED], [None]
-    )
+    total_BD, n_BD, logits_BE = layer.router.of_normed(out_BD, x_BD, layer.experts_gain_D)
     weights_BK, ids_BK = route(logits_BE, case.K, renormalize=True)
     w = layer.experts
-    return experts_onto(total_BD, n_BD, weights_BK, ids_BK, w.w13_EFD, w.w2_EDI, **w.keywords)
+    given = (total_BD, n_BD, weights_BK, ids_BK, w.w13_EFD, w.w2_EDI)
+    return experts_onto(*given, **w.keywords, **layer.more)
 
 
 @torch.inference_mode()
