@@ -27,11 +27,14 @@ TOL = {
 @pytest.mark.parametrize("gains", [False, True])
 @pytest.mark.parametrize(
     "size",
-    [(1, 32, 4, 128, 256), (8, 64, 8, 64, 512), (3, 5, 1, 256, 64), (2, 8, 8, 128, 1024)],
+    [
+        (1, 32, 4, 128, 256), (8, 64, 8, 64, 512), (3, 5, 1, 256, 64), (2, 8, 8, 128, 1024),
+        (1, 64, 8, 64, 512), (1, 32, 4, 128, 4096), (1, 16, 1, 128, 700),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_kernels(size: tuple[int, ...], gains: bool, halves: bool, dtype: torch.dtype) -> None:
-    """Against the op's CPU code; of a cache that one launch takes, and that three take."""
+    """Against the op's CPU code; of a cache that one launch takes, that two take, and three."""
     B, H, N, D, slots = size
     slot = slots - 27
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,14 +19,21 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU runs the kernel 
 
 # Sequences, heads of q and of the cache, slots, sizes of heads of keys and of values.
 SIZES = ((1, 8, 1, 256, 128, 128), (3, 10, 2, 130, 64, 128), (2, 12, 1, 40, 128, 64),
-         (1, 4, 4, 17, 64, 64))  # fmt: skip
+         (1, 4, 4, 17, 64, 64), (1, 8, 1, 300, 128, 64), (1, 10, 1, 512, 64, 64))  # fmt: skip
 WIDE = Tol(2.5e-2, "bfloat16, rounded up to three times")
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(kernels, "is_hopper", lambda _: True)
-    return gluon_in_torch.take_over(kernels, monkeypatch)
+    names, merge = gluon_in_torch.take_over(kernels, monkeypatch), kernels.one_query.launch
+
+    def noted(kernel: Any, *args: Any, **options: Any) -> None:
+        names.append(kernel.fn.__name__)
+        merge(kernel, *args, **options)
+
+    monkeypatch.setattr(kernels.one_query, "launch", noted)
+    return names
 
 
 @in_turn(
@@ -42,7 +51,8 @@ def test_against_float64(
     want = definition(given)
     before = given["keys_BNSD"].clone(), given["values_BNSD"].clone()
     got = kernels.run_short(**given)
-    assert launched == ["rope_attention_short"]
+    merges = ["one_query_merge"] if size[3] > kernels.ALONE else []
+    assert launched == ["rope_attention_short", *merges]
     slot, tol = int(given["slot"]), TOL if dtype is F16 else WIDE
     assert_close(got.float(), want[0].float(), tol)
     for name, old, exact in zip(("keys_BNSD", "values_BNSD"), before, want[1:], strict=True):
@@ -64,10 +74,12 @@ def test_which_caches_registers_hold(launched: list[str]) -> None:
     for size, kernel in (
         ((1, 8, 1, 256, 128, 128), "rope_attention_short"),
         ((2, 8, 1, 256, 64, 64), "rope_attention_kernel"),
-        ((1, 8, 1, 257, 64, 64), "rope_attention_kernel"),
+        ((2, 8, 1, 512, 128, 128), "one_query_kernel"),
+        ((1, 4, 1, 4096, 64, 64), "rope_attention_short"),
+        ((1, 4, 1, 4097, 64, 64), "one_query_kernel"),
         ((1, 17, 1, 40, 64, 64), "rope_attention_kernel"),
         ((1, 8, 1, 40, 32, 64), "rope_attention_kernel"),
     ):
         launched.clear()
         kernels.run(**tensors(size))
-        assert launched == [kernel]
+        assert launched[0] == kernel

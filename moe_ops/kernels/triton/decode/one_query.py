@@ -61,9 +61,7 @@ def attend(
     out = torch.empty(B, H, DV, dtype=v_BNSD.dtype, device=v_BNSD.device)
     found, stats = out, q_BHD
     if plan.splits > 1:
-        shape = (B * H, plan.splits)
-        found = torch.empty(*shape, DV, dtype=torch.float32, device=v_BNSD.device)
-        stats = torch.empty(2, *shape, dtype=torch.float32, device=v_BNSD.device)
+        found, stats = room_for_parts(out, plan.splits)
     launch(
         one_query_kernel,
         (B * N, plan.splits),
@@ -95,24 +93,31 @@ def attend(
         **options,
     )
     if plan.splits > 1:
-        merged = MERGED if invariant else power_of_two(plan.splits)
-        launch(
-            one_query_merge,
-            (B * H,),
-            found,
-            stats,
-            sinks,
-            out,
-            H,
-            B * H * plan.splits,
-            SPLITS=plan.splits,
-            BP=merged,
-            DV=DV,
-            SINKS=sinks_H is not None,
-            num_warps=8 if merged * DV > MOST_HELD else 4,
-            **options,
-        )
+        merge(found, stats, out, sinks_H, invariant=invariant)
     return out
+
+
+def room_for_parts(out: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Where programs that share the slots of a head put what they found for `out` [B, H, DV]:
+    weighted values [B * H, parts, DV], and [2, B * H, parts], the largest scores and the sums of
+    exponentials."""
+    B, H, DV = out.shape
+    found = torch.empty(B * H, parts, DV, dtype=torch.float32, device=out.device)
+    return found, torch.empty(2, B * H, parts, dtype=torch.float32, device=out.device)
+
+
+def merge(
+    found: Tensor, stats: Tensor, out: Tensor, sinks_H: Tensor | None, *, invariant: bool = False
+) -> None:
+    """Write to `out` what follows from all that programs found, and from sinks if there are any."""
+    rows, parts, DV = found.shape
+    merged = MERGED if invariant else power_of_two(parts)
+    launch(
+        one_query_merge, (rows,),
+        found, stats, found if sinks_H is None else sinks_H, out, out.shape[1], rows * parts,
+        SPLITS=parts, BP=merged, DV=DV, SINKS=sinks_H is not None,
+        num_warps=8 if merged * DV > MOST_HELD else 4, **pdl_options(out),
+    )  # fmt: skip
 
 
 def least_of(mask: Tensor) -> float:

@@ -7,7 +7,8 @@
 What is in the cache was there before the launch before this one, so all of it is asked for while
 that one runs: of a short cache nothing is then left to wait for but the projections. A cache that
 shared memory does not hold takes the launch of rope.py and those of one_query.py; that of one
-sequence, on Hopper and if registers hold its keys, the kernel of rope_attention_gluon.py.
+sequence, on Hopper, the kernel of rope_attention_gluon.py: registers of its programs hold the keys,
+and where several share a head a launch merges what they found.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from moe_ops.kernels.triton.replay import launch
 MOST_BYTES = 128 * 1024  # of keys and values of a head
 OTHER_BYTES = 16 * 1024  # of shared memory, for what else a program holds there
 WIDE = 128  # a head from which on tiles are larger, and eight warps share them
+ALONE = 256  # slots of a head up to which one program has all of them
+OF_A_PART = 128  # slots of a program where several share a head
+MOST_PARTS = 32
 
 
 @on_its_device
@@ -80,8 +84,8 @@ def run(
 
 def fits_registers(group: int, slots: int, D: int, DV: int) -> bool:
     """Whether `run_short` is for heads of such sizes, a group of queries of each, and a cache of so
-    many slots, whose keys registers hold."""
-    return group <= 16 and slots <= 256 and D in (64, 128) and DV in (64, 128)
+    many slots, whose keys the registers of a few programs hold."""
+    return group <= 16 and slots <= MOST_PARTS * OF_A_PART and D in (64, 128) and DV in (64, 128)
 
 
 def run_short(
@@ -95,15 +99,21 @@ def run_short(
 
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
     out_BHV = q_BHD.new_empty(B, H, DV)
+    parts = 1 if slots <= ALONE else triton.cdiv(slots, OF_A_PART)
+    found, stats = out_BHV, None
+    if parts > 1:
+        found, stats = one_query.room_for_parts(out_BHV, parts)
     launch(
-        kernels.rope_attention_short, (B * N,),
+        kernels.rope_attention_short, (B * N * parts,),
         q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD, q_gain_D, k_gain_D,
-        mask_BS, sinks_H, out_BHV, mask_BS.stride(0),
+        mask_BS, sinks_H, found, stats, mask_BS.stride(0), B * H * parts,
         N=N, G=H // N, HEADS=8 if H // N <= 8 else 16, SLOTS=slots,
-        C=16 if slots <= 128 else 32, D=D, DV=DV, W=cos_BW.shape[1],
+        C=16 if slots <= 128 or parts > 1 else 32, PARTS=parts, D=D, DV=DV, W=cos_BW.shape[1],
         ROWS_OF_ANGLES=cos_BW.shape[0], EPS=eps, SCALE=scale, LEAST=least_of(mask_BS),
         num_warps=kernels.SHARES.value, **pdl_options(q_BHD),
     )  # fmt: skip
+    if stats is not None:
+        one_query.merge(found, stats, out_BHV, sinks_H)
     return out_BHV
 
 

@@ -1,6 +1,7 @@
 """From the projections of one token per sequence to its attention over a short cache, in Gluon.
 
-    rope_attention_short    a sequence and a head of the cache: what `rope_attention.py` says
+    rope_attention_short    a sequence and a head of the cache: what `rope_attention.py` says; of a
+                            longer cache what `one_query_kernel` finds in a part of its slots
 
 Every warp has other slots, a share of them. Their keys are in its registers and their values in
 shared memory before the projections are there. So behind these lie two barriers alone: one for the
@@ -78,15 +79,19 @@ def turned_heads(
 @gluon.jit
 def rope_attention_short(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, slot_ptr, keys_ptr, values_ptr,
-    q_gain_ptr, k_gain_ptr, mask_ptr, sinks_ptr, out_ptr, mask_stride,
+    q_gain_ptr, k_gain_ptr, mask_ptr, sinks_ptr, out_ptr, stats_ptr, mask_stride, stat_stride,
     N: gl.constexpr, G: gl.constexpr, HEADS: gl.constexpr, SLOTS: gl.constexpr, C: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, W: gl.constexpr, ROWS_OF_ANGLES: gl.constexpr,
-    EPS: gl.constexpr, SCALE: gl.constexpr, LEAST: gl.constexpr, PDL: gl.constexpr,
+    PARTS: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, W: gl.constexpr,
+    ROWS_OF_ANGLES: gl.constexpr, EPS: gl.constexpr, SCALE: gl.constexpr, LEAST: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """One program: a sequence and a head of the cache, with all its slots. HEADS is 8 or 16, no
-    fewer than the G queries of that head."""
+    """One program: a sequence and a head of the cache, and one of PARTS of its slots. HEADS is 8 or
+    16, no fewer than the G queries of that head. Of several parts out and stats are what
+    `one_query_merge` reads, which adds the sinks."""
     S: gl.constexpr = SHARES
-    pair = gl.program_id(0).to(gl.int64)
+    pair = (gl.program_id(0) // PARTS).to(gl.int64)
+    part = gl.program_id(0) % PARTS
+    first = part * (S * C)
     b = pair // N
     keys_ptr += pair * SLOTS * D
     values_ptr += pair * SLOTS * DV
@@ -102,13 +107,14 @@ def rope_attention_short(
 
     # What was there before the launch before.
     slot = gl.load(slot_ptr).to(gl.int32)
-    at_SC = seen_slots(S, C, gl.SliceLayout(2, of_keys))
+    mine = (slot >= first) & (slot < first + S * C)
+    at_SC = first + seen_slots(S, C, gl.SliceLayout(2, of_keys))
     here_SC = mask_at(mask_ptr, at_SC, (at_SC < SLOTS) & (at_SC != slot), LEAST) > float("-inf")
     d_D = gl.arange(0, D, gl.SliceLayout(0, gl.SliceLayout(1, of_keys)))
     keys_SCD = gl.load(
         keys_ptr + at_SC[:, :, None] * D + d_D[None, None, :], mask=here_SC[:, :, None], other=0.0
     )
-    at_SC = seen_slots(S, C, gl.SliceLayout(2, of_values))
+    at_SC = first + seen_slots(S, C, gl.SliceLayout(2, of_values))
     here_SC = mask_at(mask_ptr, at_SC, (at_SC < SLOTS) & (at_SC != slot), LEAST) > float("-inf")
     d_V = gl.arange(0, DV, gl.SliceLayout(0, gl.SliceLayout(1, of_values)))
     values_at = values_ptr + at_SC[:, :, None] * DV + d_V[None, None, :]
@@ -116,7 +122,7 @@ def rope_attention_short(
     values_held = gl.allocate_shared_memory(values_ptr.dtype.element_ty, [S, C, DV], flat)
     cp_async(values_held, values_at, mask=here_SC[:, :, None])
     commit()
-    at_SC = seen_slots(S, C, gl.SliceLayout(1, mma))
+    at_SC = first + seen_slots(S, C, gl.SliceLayout(1, mma))
     added_SC = mask_at(mask_ptr, at_SC, (at_SC < SLOTS) & (at_SC != slot), LEAST)
     d_D = gl.arange(0, D, gl.SliceLayout(0, of_heads))
     rows_G = gl.arange(0, HEADS, gl.SliceLayout(1, of_heads))
@@ -131,7 +137,7 @@ def rope_attention_short(
     r = gl.arange(0, HEADS, gl.SliceLayout(1, of_results))
     v = gl.arange(0, DV, gl.SliceLayout(0, of_results))
     sink_R = 0.0
-    if sinks_ptr is not None:
+    if sinks_ptr is not None and PARTS == 1:
         sink_R = gl.load(sinks_ptr + pair % N * G + gl.minimum(r, G - 1)).to(gl.float32)
 
     await_turn(PDL)
@@ -155,9 +161,9 @@ def rope_attention_short(
     q_held = gl.allocate_shared_memory(q_GD.dtype, [HEADS, D], swizzled)
     new_held = gl.allocate_shared_memory(gl.float32, [HEADS], plain)
     q_held.store(q_GD)
-    new_held.store(new_G)
+    new_held.store(gl.where(mine, new_G, float("-inf")))
     gl.store(keys_ptr + slot * D + d_D[None, :] + 0 * rows_G[:, None], new_GD,
-             mask=rows_G[:, None] == 0)  # fmt: skip
+             mask=(rows_G[:, None] == 0) & mine)  # fmt: skip
     let_next_begin(PDL)  # not before: what that prefetches would be in the way
 
     wait(0)
@@ -196,8 +202,9 @@ def rope_attention_short(
     new_R = new_held.load(gl.SliceLayout(1, of_results))
     top_R = gl.convert_layout(gl.max(high_SR, 0), new_R.type.layout, assert_trivial=True)
     top_R = gl.maximum(top_R, new_R)
-    if sinks_ptr is not None:
+    if sinks_ptr is not None and PARTS == 1:
         top_R = gl.maximum(top_R, sink_R)
+    high_R = top_R
     top_R = gl.where(top_R == float("-inf"), 0.0, top_R)
     top_1R = gl.convert_layout(
         top_R, gl.SliceLayout(0, gl.SliceLayout(2, of_parts)), assert_trivial=True
@@ -206,15 +213,21 @@ def rope_attention_short(
     own_R = gl.exp(new_R - top_R)
     total_R = gl.sum(share_SR * total_held.load(gl.SliceLayout(2, of_parts)), 0)
     total_R = gl.convert_layout(total_R, own_R.type.layout, assert_trivial=True) + own_R
-    if sinks_ptr is not None:
-        total_R += gl.exp(sink_R - top_R)
     out_RV = gl.sum(share_SR[:, :, None] * parts_held.load(of_parts), 0)
-    own_V = new_V.to(gl.float32)
+    own_V = gl.where(mine, new_V.to(gl.float32), 0.0)
     out_RV += own_R[:, None] * own_V[None, :]
-    out_RV = (out_RV / total_R[:, None]).to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + (pair * G + r)[:, None] * DV + v[None, :], out_RV, mask=r[:, None] < G)
-    gl.store(values_ptr + slot * DV + v[None, :] + 0 * r[:, None], own_V.to(new_V.dtype)[None, :],
-             mask=r[:, None] == 0)  # fmt: skip
+    if PARTS == 1:
+        if sinks_ptr is not None:
+            total_R += gl.exp(sink_R - top_R)
+        out_RV = out_RV / total_R[:, None]
+    row_R = (pair * G + r) * PARTS + part
+    out_RV = out_RV.to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + row_R[:, None] * DV + v[None, :], out_RV, mask=r[:, None] < G)
+    if PARTS > 1:
+        gl.store(stats_ptr + row_R, high_R, mask=r < G)
+        gl.store(stats_ptr + stat_stride + row_R, total_R, mask=r < G)
+    gl.store(values_ptr + slot * DV + v[None, :] + 0 * r[:, None], new_V[None, :],
+             mask=(r[:, None] == 0) & mine)  # fmt: skip
 
 
 @gluon.jit
