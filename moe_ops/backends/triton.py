@@ -163,8 +163,9 @@ def tiles_of(kernel: str, call: ExpertsCall) -> Any:
     """The tiles that a call of `tiny` or `rows` takes by the tables."""
     named = dict(zip(TENSORS, tensors_of(call), strict=True))
     layer = layer_of(named, call.transposed, call.activation, formats_named(call))
-    path = paths.pick(kernel, call).path
-    return path.function(path.tiles)(call.x_TD, call.ids_TK, layer, call.expert_map)
+    found = paths.pick(kernel, call).path.tiles_of(invariant=False)
+    assert found is not None, f"{kernel} takes no tiles"
+    return found(call.x_TD, call.ids_TK, layer, call.expert_map)
 
 
 def _launch_experts(*given: Any) -> Tensor:
@@ -187,7 +188,7 @@ def _launch_experts(*given: Any) -> Tensor:
         tiles = tiles_of(call.x_TD, call.ids_TK, layer, call.expert_map)
     rest = (named["expert_map"], named["residual_TD"], tiles, adapters)
     options = {**path.options(call), "invariant": invariant}
-    out_TD: Tensor = path.function(path.run)(*routed, layer, *rest, **options)
+    out_TD: Tensor = path.launcher()(*routed, layer, *rest, **options)
     return out_TD
 
 

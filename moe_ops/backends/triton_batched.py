@@ -115,10 +115,10 @@ def _launch(*given: Any) -> Tensor:
     call = call_of_rows(rows)
     taken = _pick(call_of_rows(min(slots, PICKED_FOR * rows)) if _multiplies_8_bits(call) else call)
     path, layer = taken.path, layer_of(named, transposed, act, formats)
-    tiles = None
-    if path.tiles:
-        tiles = path.function(path.tiles)(call.x_TD, call.ids_TK, layer, None)
-    out_TD: Tensor = path.function(path.run)(
+    tiles, tiles_of = None, path.tiles_of(invariant=False)
+    if tiles_of is not None:
+        tiles = tiles_of(call.x_TD, call.ids_TK, layer, None)
+    out_TD: Tensor = path.launcher()(
         x_TD, named["weights_TK"], named["ids_TK"], layer, None, None, tiles, None,
         **path.options(call), batches=Batches(counts_E=counts_E, slots=slots, expected=rows),
     )  # fmt: skip

@@ -42,10 +42,10 @@ NO_ADAPTERS = "adds no adapters"
 OTHER = "computes rows otherwise than the paths for any number of them"
 # Of invariant calls, of paths whose tiles are others then.
 TILES_APART = {
-    "tiny/stream": ":of_one_in_values", "rows/stream": ":of_few_in_values",
-    "rows": ":of_rows_in_values",
+    "tiny/stream": "streams:of_one_in_values", "rows/stream": "streams:of_few_in_values",
+    "rows": "tiles:of_rows_in_values",
 }  # fmt: skip
-PRODUCTS, TILES = "moe_ops.kernels.triton.experts.products", "moe_ops.backends.triton_tiles"
+PRODUCTS, TABLES = "moe_ops.kernels.triton.experts.products.", "moe_ops.backends.triton_"
 
 
 def _takes_all(call: ExpertsCall) -> str | None:
@@ -60,7 +60,8 @@ def _no_options(call: ExpertsCall) -> dict[str, Any]:
 class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
     of `products/` runs it, as "module:function"; what gives the tiles that this takes, if it takes
-    any, ":function" of `triton_tiles.py`; its other options; the most tokens that it runs, None for
+    any, "tiles:function" of `triton_tiles.py` or "streams:function" of `triton_streams.py`; its
+    other options; the most tokens that it runs, None for
     any number; and whether it runs one product of a call that it refuses, of which the plain kernel
     then runs the other."""
 
@@ -98,7 +99,7 @@ class Path:
     def tiles_of(self, *, invariant: bool) -> Callable[..., Any] | None:
         """What gives the tiles that it takes, if it takes any; of an invariant call others may."""
         of = TILES_APART.get(self.name, self.tiles) if invariant else self.tiles
-        return self.function(of) if of else None
+        return _found(TABLES, of) if of else None
 
     def refuses(self, call: ExpertsCall, *, adapted: bool = False) -> str | None:
         """The refusal of a call of so many tokens, or None."""
@@ -120,14 +121,17 @@ class Path:
         """Why it runs no call on a GPU, or None."""
         return unavailable() or self.device(device)
 
-    @staticmethod
-    @functools.cache
-    def function(of: str) -> Callable[..., Any]:
-        """What `run` or `tiles` names."""
-        module, _, name = of.partition(":")
-        where = f"{PRODUCTS}.{module}" if module else TILES
-        found: Callable[..., Any] = getattr(importlib.import_module(where), name)
-        return found
+    def launcher(self) -> Callable[..., Any]:
+        """What runs it."""
+        return _found(PRODUCTS, self.run)
+
+
+@functools.cache
+def _found(package: str, of: str) -> Callable[..., Any]:
+    """A function by its name, "module:function"."""
+    module, _, name = of.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(package + module), name)
+    return found
 
 
 def _one(call: ExpertsCall) -> int:
@@ -153,26 +157,26 @@ def _wgmma_of(call: ExpertsCall) -> dict[str, Any]:
 PATHS = (
     Path(
         name="tiny/stream", run="register_stream:run_one", refusal=refuse_stream,
-        tiles=":of_one", most=_one,
+        tiles="streams:of_one", most=_one,
     ),
     Path(
-        name="tiny", run="tiny:run", tiles=":of_tiny", device=refuse_gpu,
+        name="tiny", run="tiny:run", tiles="tiles:of_tiny", device=refuse_gpu,
         most=lambda call: 1 if INVARIANT.get() else None,
     ),
     Path(
         name="rows/stream", run="register_stream:run", refusal=refuse_stream,
-        tiles=":of_few", most=_most_streamed,
+        tiles="streams:of_few", most=_most_streamed,
     ),
-    Path(name="rows", run="rows:run", tiles=":of_rows", device=refuse_gpu),
+    Path(name="rows", run="rows:run", tiles="tiles:of_rows", device=refuse_gpu),
     Path(name="grouped/row_scales", run="grouped_row_scales:run", refusal=refuse_row_scales),
     Path(name="grouped/blocks", run="grouped_blocks:run", refusal=refuse_blocks),
     Path(
         name="grouped/float8", run="grouped_float8_tokens:run", refusal=refuse_float8,
-        tiles=":of_float8", most=most_of_float8,
+        tiles="tiles:of_float8", most=most_of_float8,
     ),
     Path(
         name="grouped/registers", run="grouped_registers:run", refusal=refuse_registers,
-        tiles=":of_registers",
+        tiles="tiles:of_registers",
     ),
     Path(
         name="grouped/wgmma", run="grouped:run", refusal=refuse_wgmma, options=_wgmma_of,

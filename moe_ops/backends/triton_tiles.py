@@ -9,14 +9,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from moe_ops.backends.triton_limits import HUGE, MOST_ROWS_OF_SMALL_FLOAT8_TILE
+from moe_ops.backends.triton_limits import MOST_ROWS_OF_SMALL_FLOAT8_TILE
 from moe_ops.kernels.triton import (
     LARGE,
-    MOST_OF_SUMS,
     STEP,
     TINY_TOKENS,
     in_blocks,
-    most_streamed,
 )
 from moe_ops.kernels.triton.decode.one_query_plan import power_of_two
 from moe_ops.kernels.triton.experts.formats.codes import Codes
@@ -28,7 +26,6 @@ from moe_ops.kernels.triton.experts.products.grouped_tile import (
     CodesTile,
     codes_tile,
 )
-from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.kernels.triton.experts.products.rows import RowsTiles, Tile
 from moe_ops.kernels.triton.experts.products.tiny import TinyTiles
 from moe_ops.kernels.triton.experts.weights import Experts
@@ -38,17 +35,9 @@ HOPPER_MEMORY = 200 * 1024  # bytes of shared memory; GPUs before Hopper have le
 DECODED = 16 * 1024  # bytes of it through which these move decoded values to their matrix units
 MOST_OF_TILE = {16: 10, 32: 40, 64: 160}  # rows an expert on average, by the rows of a tile
 LONG = 8192  # columns of W2, from which on few programs have much to read
-# Of float4, those that one tile of 8 tokens serves better than two, where columns fill all steps
-# and where they do not: then loads have masks.
-MOST_OF_8, MOST_OF_8_MASKED = 7, 8
 BLOCK_ROWS = 32  # of blocks with scales of their own that are decoded at once
-SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
-MANY_STEPS = 2**22  # elements of W2, from which on programs have many steps to round a token in
-FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
 WGMMA_ROWS = 64  # of weights of a tile, from which on Triton multiplies by wgmma
 OF_VALUES = 64  # tokens of a tile, from which on scales of steps are multiplied into values
-WARPS_WANTED = 8  # of a processor, in programs of streams that multiply scales into values
-AHEAD_ALONE = 6  # steps that one of few such programs loads ahead
 
 
 def tiny_of_floats(T: int, K: int, D: int, width: int, processors: int) -> TinyTiles:
@@ -189,7 +178,7 @@ def rows_fitting(tiles: RowsTiles, gated: bool, bits: int, memory: int) -> RowsT
 def of_rows(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> RowsTiles:
     """The tiles of a call by the tables, with stages that fit."""
     codes, memory, width = layer.codes, shared_memory(x_TD), layer.sizes[2]
-    rows = _rows_per_expert(ids_TK, layer, expert_map)
+    rows = mean_rows(ids_TK, layer, expert_map)
     if codes is None:
         return rows_fitting(rows_of_floats(rows, width), layer.act.gated, 16, memory)
     tiles = rows_of_codes(rows, width, codes, memory)
@@ -211,7 +200,7 @@ def of_registers(
 ) -> CodesTile:
     """The tile of a call by the table; of codes of six bits, which would spill in smaller ones, the
     largest."""
-    per_expert, weight = _rows_per_expert(ids_TK, layer, expert_map), _codes(layer).weight
+    per_expert, weight = mean_rows(ids_TK, layer, expert_map), codes_of(layer).weight
     if weight.bits == 6:
         per_expert = math.inf
     return codes_tile(next(tile for most, tile in CODES_TILES if per_expert <= most), weight)
@@ -237,164 +226,15 @@ def of_float8(
     x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
 ) -> Float8Tile:
     """The tile of a call by the table."""
-    rows = _rows_per_expert(ids_TK, layer, expert_map)
+    rows = mean_rows(ids_TK, layer, expert_map)
     return float8_tile(*next(tile for tile, most in MOST_OF_FLOAT8_TILE.items() if rows <= most))
 
 
-def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
-    """The tiles of a call of one token by the tables."""
-    return one_streams(ids_TK.shape[1], layer)
-
-
-def of_few(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
-    """The tiles of a call of few rows an expert by the tables."""
-    streams = few_streams(_rows_per_expert(ids_TK, layer, expert_map), layer)
-    assert streams is not None, "more rows are those of another path"
-    return streams
-
-
-def of_one_in_values(
-    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
-) -> Streams:
-    """The tiles of an invariant call of one token: of eight the fastest, or within 1 % of it, for
-    four layers on an H200. Warps share choices, not the columns of a row. Of small experts a warp
-    waits for its token; of huge ones it multiplies step by step for as long as its row takes."""
-    codes, (_, D, width) = _codes(layer), layer.sizes
-    shares = min(8, power_of_two(ids_TK.shape[1]))
-    if D * width >= HUGE:
-        return _one_of_huge(codes, shares)
-    up = Stream(ahead=4, tokens_ahead=3 if D * width < LARGE else 1, in_values=True)
-    return Streams(up=up, down=replace(up, S=shares))
-
-
-def _one_of_huge(codes: Codes, shares: int) -> Streams:
-    """The fastest of about thirty pairs of tiles for Mixtral's layer on an H200."""
-    up, down = Stream(MW=4, in_values=True), Stream(S=shares, in_values=True)
-    if codes.bits == 4 and codes.one_a_step and codes.weight.element != "uint4":
-        return Streams(up=up, down=replace(down, ahead=6))
-    tokens = 2 if codes.weight.across == 16 else 3  # nvfp4 took 96 µs, and 105 as mxfp4
-    ahead = 6 if codes.weight.element == "uint4" or tokens == 2 else 8  # more of uint4 would spill
-    return Streams(up=up, down=replace(down, ahead=ahead, tokens_ahead=tokens, late=True))
-
-
-def of_few_in_values(
-    x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None
-) -> Streams:
-    """The tiles of an invariant call, which multiply scales into values. Warps do not share the
-    columns of a row, so that of few pairs each warp is a program, which loads more steps ahead; not
-    measured."""
-    streams = few_streams(_rows_per_expert(ids_TK, layer, expert_map), layer)
-    stream = Stream(MW=4, MT=2, NT=2) if streams is None else streams.up
-    units, wanted = min(ids_TK.numel(), layer.sizes[0]), WARPS_WANTED * processors(x_TD)
-    # With as many of uint4 registers would spill.
-    alone = Stream(ahead=4 if _codes(layer).weight.element == "uint4" else AHEAD_ALONE)
-
-    def of(rows: int) -> Stream:
-        many = units * math.ceil(rows / stream.rows) * stream.warps >= wanted
-        return replace(stream if many else alone, in_values=True)
-
-    return Streams(up=of(_rows13(layer)), down=of(layer.sizes[1]))
-
-
-def one_streams(K: int, layer: Experts) -> Streams:
-    """The launches for one token: the fastest of about fifteen that were tried on an H200 for
-    Qwen3-30B's and Mixtral's layers, or within 3 % of it."""
-    codes, (_, D, width) = _codes(layer), layer.sizes
-    C = max(1, 8 // power_of_two(K))
-    up, down = Stream(S=4, C=4), Stream(S=8, C=C)
-    if codes.bits == 4 and codes.one_a_step:
-        if D * width >= LARGE:
-            return Streams(up=replace(up, MT=2), down=replace(down, MT=2, ahead=3))
-        return Streams(up=up, down=replace(down, ahead=8))
-    if codes.bits == 6:  # as four bits without sums by step; no other was tried
-        return Streams(up=replace(up, MT=2), down=replace(down, ahead=3))
-    if codes.weight.element == "float4_e2m1":
-        return _one_of_float4(K, layer, up, down)
-    if codes.quantizes:
-        return _one_of_8(layer, up, down)
-    ahead = 2 if D * width < LARGE else 1  # of qwen3_30b 16.6 for 18.3 µs in float8
-    return Streams(up=replace(up, tokens_ahead=ahead), down=replace(down, tokens_ahead=ahead))
-
-
-def _one_of_8(layer: Experts, up: Stream, down: Stream) -> Streams:
-    """The launches for one token that is rounded to codes of 8 bits: of eight on an H200 for eleven
-    layers the fastest, or within 0.2 % of it (`benchmarks/results/rounded_tokens_h200.json`). To
-    round groups costs programs of a large first product more than the launch that does so once."""
-    codes, (_, D, width) = _codes(layer), layer.sizes
-    if codes.by_row:
-        return Streams(up=replace(up, rounds=True), down=replace(down, rounds=True))
-    if D * width >= MANY_STEPS:
-        return Streams(up=up, down=replace(down, rounds=True, registers=128))  # two on a processor
-    up, down = (replace(stream, rounds=True, ahead=4) for stream in (up, down))
-    return Streams(up=up, down=down)
-
-
-def _one_of_float4(K: int, layer: Experts, up: Stream, down: Stream) -> Streams:
-    """The launches for one token and weights of float4: the fastest of 5 to 9 on an H200, or within
-    5 % of it, for six layers in groups of 32 and two in groups of 16
-    (`benchmarks/results/float4_tiles_h200.json`)."""
-    codes, (_, D, width) = _codes(layer), layer.sizes
-    large, in_16 = D * width >= LARGE, codes.weight.across == 16
-    few = K * math.ceil(_rows13(layer) / 32) < FEW_PROGRAMS
-    return Streams(
-        up=replace(up, MT=1 if few and not large and not in_16 else 2, ahead=2 if large else 4),
-        down=replace(down, ahead=3 if large or in_16 else 4),
-    )
-
-
-def few_streams(rows_per_expert: float, layer: Experts) -> Streams | None:
-    """The launches for few rows an expert on average; None for so many that shared memory serves
-    them better. They were tried from 4 to 256 tokens, on the GPU and the layers of
-    `one_streams`."""
-    codes, (E, D, width) = _codes(layer), layer.sizes
-    large, sums = D * width >= LARGE, codes.one_a_step
-    if rows_per_expert > most_streamed(codes.weight):
-        return None
-    stream = Stream(MW=4, MT=2)
-    if codes.weight.element == "float4_e2m1" and not sums:
-        stream = _few_of_float4(rows_per_expert, layer)
-    elif codes.weight.element == "uint4" and not sums:
-        stream = Stream(MW=4)  # more would spill
-    elif codes.bits == 8:
-        # Of qwen3_30b in float8 64 rows took 154.9 µs, and 158.1 with tokens a step ahead.
-        ahead = 1 if large or codes.quantizes else 2
-        stream = Stream(MW=4, MT=2 if large and codes.quantizes else 1, tokens_ahead=ahead)
-    elif large and not sums and rows_per_expert <= MOST_OF_SUMS:
-        stream = Stream(MW=4, ahead=4)
-    elif large and sums and rows_per_expert * E * math.ceil(D / 128) < FEW_PROGRAMS:
-        stream = Stream(MW=4, ahead=4)  # twice as many
-    elif not sums and rows_per_expert > MOST_OF_SUMS:
-        stream = Stream(MW=4, MT=2, NT=2)
-    return Streams(up=stream, down=stream)
-
-
-def _few_of_float4(rows_per_expert: float, layer: Experts) -> Stream:
-    """The launch for few rows an expert and weights of float4. 3 or 4 were tried from 2 to 400
-    tokens, on the GPU and the layers of `_one_of_float4`."""
-    codes, (E, D, width) = _codes(layer), layer.sizes
-    in_16 = codes.weight.across == 16
-    many = MOST_OF_8_MASKED if D % STEP or width % STEP else MOST_OF_8
-    if rows_per_expert > (MOST_OF_SUMS if in_16 else many):
-        return Stream(MW=4, MT=2, NT=2)
-    if D * width >= LARGE:
-        few = not in_16 and E * math.ceil(D / 128) < FEW_PROGRAMS
-        if rows_per_expert <= 1 or few:
-            return Stream(MW=4, ahead=4)
-    elif rows_per_expert <= 1 and width < SHORT and not in_16:
-        return Stream(MW=4, MT=2, ahead=3)
-    return Stream(MW=4, MT=2)
-
-
-def _codes(layer: Experts) -> Codes:
+def codes_of(layer: Experts) -> Codes:
     assert layer.codes is not None
     return layer.codes
 
 
-def _rows_per_expert(ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> float:
+def mean_rows(ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> float:
     """On average, over the experts of all ranks."""
     return ids_TK.numel() / (layer.sizes[0] if expert_map is None else expert_map.shape[0])
-
-
-def _rows13(layer: Experts) -> int:
-    """The rows of an expert's first weight."""
-    return layer.sizes[2] * (2 if layer.act.gated else 1)

@@ -1,6 +1,7 @@
 """Tiles of the expert kernels for a layer: from those of the tables, changed one size at a time.
 
-The tables of `moe_ops/backends/triton_tiles.py` hold what this finds on a GPU.
+The tables of `triton_tiles.py` and `triton_streams.py`, both in `moe_ops/backends/`, hold what this
+finds on a GPU.
 """
 
 from __future__ import annotations

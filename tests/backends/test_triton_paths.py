@@ -106,8 +106,9 @@ def test_the_table_names_all_ten() -> None:
     assert sorted(PATHS) == sorted(NAMES)
     assert {p.forced for p in PATHS.values()} == experts.paths.keys()
     for path in PATHS.values():
-        for of in filter(None, (path.run, path.tiles)):
-            assert callable(path.function(of))
+        assert callable(path.launcher())
+        for invariant in (False, True) if path.tiles else ():
+            assert callable(path.tiles_of(invariant=invariant))
 
 
 @each_path
@@ -323,7 +324,7 @@ def test_a_path_launches_its_kernels(
 ) -> None:
     monkeypatch.setattr(triton_hopper, "refuse_hopper", lambda _: None)
     for path in triton_paths.PATHS:
-        path.function(path.run)  # whose modules then hold what launches
+        path.launcher()  # whose modules then hold what launches
     launched: list[Any] = []
 
     def note(kernel: Any, *_: Any, **__: Any) -> None:

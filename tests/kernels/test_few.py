@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the kernels are Triton's")
 from moe_ops import experts, experts_adapted, experts_batched
 from moe_ops.backends import triton_batched, triton_hopper
 from moe_ops.backends.triton import run_experts
-from moe_ops.backends.triton_tiles import one_streams
+from moe_ops.backends.triton_streams import one_streams
 from moe_ops.conformance.adapter_samples import FORMS, adapters
 from moe_ops.kernels.triton.experts.products import register_stream
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.backends.triton_tiles import few_streams, one_streams, rows_of_codes
+from moe_ops.backends.triton_streams import few_streams, one_streams
+from moe_ops.backends.triton_tiles import rows_of_codes
 from moe_ops.kernels.triton.experts.products.register_stream import Streams
 from moe_ops.kernels.triton.experts.products.rows import RowsTiles
 from moe_ops.testing import LAYERS

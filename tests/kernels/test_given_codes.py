@@ -151,7 +151,7 @@ def test_codes_that_begin_between_words_are_copied_to_rows(formats: str) -> None
     held = torch.zeros(call.x_TD.numel() + 3, dtype=torch.uint8, device=DEVICE)[3:]
     moved = held.copy_(call.x_TD.view(torch.uint8).flatten()).view(call.x_TD.dtype)
     path = "grouped/row_scales" if "rows" in formats else "grouped/blocks"
-    with patch.object(Path, "function", lambda self, of: start):
+    with patch.object(Path, "launcher", lambda self: start):
         want = run_experts(path, call)
         got = run_experts(path, replace(call, x_TD=moved.view(call.x_TD.shape)))
     assert torch.equal(placed(got, rows), placed(want, rows))

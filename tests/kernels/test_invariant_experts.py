@@ -19,7 +19,13 @@ from tests.random_batches import OTHERS, batches, bits
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from moe_ops.backends import triton_arithmetic, triton_hopper, triton_paths, triton_tiles
+from moe_ops.backends import (
+    triton_arithmetic,
+    triton_hopper,
+    triton_paths,
+    triton_streams,
+    triton_tiles,
+)
 from moe_ops.backends.triton import TENSORS, formats_named, layer_of, run_experts, tensors_of
 from tests.kernels import offline_invariant
 from tests.kernels.offline_codes import quantized_call
@@ -112,6 +118,7 @@ def hopper() -> Any:
     with (
         patch.object(triton_hopper, "refuse_hopper", lambda t: None),
         patch.object(triton_tiles, "processors", lambda t: 132),
+        patch.object(triton_streams, "processors", lambda t: 132),
         patch.object(triton_tiles, "shared_memory", lambda t: 232448),
         invariant(),
     ):
@@ -157,7 +164,7 @@ def test_tiles_multiply_scales_into_values(formats: tuple[str, str]) -> None:
             for tile in (tiles.up, tiles.down):
                 if path.name == "rows/stream":
                     assert tile.in_values and tile.S == tile.C == 1
-                elif triton_tiles._codes(layer).one_a_step:
+                elif triton_tiles.codes_of(layer).one_a_step:
                     assert tile.BN >= 64
 
 

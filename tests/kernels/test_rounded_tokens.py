@@ -19,7 +19,7 @@ from moe_ops.backends.triton import (
     run_experts,
     tensors_of,
 )
-from moe_ops.backends.triton_tiles import one_streams
+from moe_ops.backends.triton_streams import one_streams
 from moe_ops.kernels.triton.experts.products import register_stream
 from moe_ops.kernels.triton.experts.products.register_stream import Stream, Streams
 from moe_ops.ops.experts import ExpertsCall
