@@ -288,14 +288,16 @@ def calls_of_codes(
     for w_format, x_format, least in formats:
         if capability < least:
             continue
-        rows = [("rows", n) for n in (16, 64, 256, 1024, 4096)]
+        rows = [("rows", n) for n in (2, 16, 64, 256, 1024, 4096)]
         emulates = inputs_of(w_format, x_format) is not None
         for backend, T in (("tiny", 1), ("tiny", 4), *rows, ("grouped", 4096)):
             unused = "tiny" if emulates else "grouped" if x_format else None
             if backend == unused:
                 continue
-            call = functools.partial(quantized_layer, case, backend, T, w_format, x_format)
-            yield f"{backend} {T} {w_format} {x_format}", call
+            for full in (False, True) if T <= 16 else (False,):
+                args = (case, backend, T, w_format, x_format)
+                call = functools.partial(quantized_layer, *args, full=full)
+                yield f"{backend} {T} {w_format} {x_format}{' full' if full else ''}", call
         if emulates:
             continue
         if w_format == "mxfp4" and not x_format:  # whose tiles of wide experts are others

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from moe_ops.kernels.triton.static_factors import static_factors
 from moe_ops.ops.experts import ExpertsCall
 from moe_ops.ops.quantize import quantize
 from moe_ops.quant.formats import Format
-from moe_ops.testing import LAYERS, Case
+from moe_ops.testing import GPT_OSS, LAYERS, Case
 
 HALF_STEP = Case(name="half_step", T=1, E=8, K=2, D=64, I=32)  # widths that a step is above
 # Of weights and inputs with a scale a row or tensor; and how many static scales these have.
@@ -110,10 +111,19 @@ def factors(E: int, h_scales: int) -> None:
 
 
 def quantized_layer(
-    case: Any, backend: str, T: int, w_format: str, x_format: str, static: int = 0
-) -> None:
-    call = quantized_call(case, T, w_format, x_format, static, backend == "rows")
-    run_experts(PATHS.get(backend, backend), call, None)
+    case: Any, backend: str, T: int, w_format: str, x_format: str, static: int = 0,
+    full: bool = False,
+) -> None:  # fmt: skip
+    """`full`: with biases, a residual and the activation of GPT-OSS, as its layers in a step."""
+    call, residual_TD = quantized_call(case, T, w_format, x_format, static, backend == "rows"), None
+    if full:
+        biases = [
+            torch.empty(t.shape[:2], dtype=call.dtype, device="meta")
+            for t in (call.w13_EFD, call.w2_EDI)
+        ]
+        call = replace(call, b13_EF=biases[0], b2_ED=biases[1], **GPT_OSS)
+        residual_TD = torch.empty_like(call.x_TD)
+    run_experts(PATHS.get(backend, backend), call, residual_TD)
 
 
 def quantized_call(

@@ -6,6 +6,8 @@
     few_down   y[r] = W2[e] h[r] + weight * b2[e]
 
 A gate and the up value beside it are eight rows of a tile apart, where a thread has both.
+Biases of the first product are loaded ahead of it: behind it a load is in line with all that the
+next launch prefetches. The second product has no registers left for that.
 """
 
 from __future__ import annotations
@@ -114,12 +116,20 @@ def up_rows(block, M: gl.constexpr, I: gl.constexpr, ACT: gl.constexpr, layout: 
 
 
 @gluon.jit
-def add_bias(acc, bias_ptr, offset, row_M):
-    """acc [M, N] and the biases of its rows, which may have another layout."""
+def biases_at(bias_ptr, offset, row_M):
+    """The biases of rows that are there, None without any."""
+    bias_M = None
     if bias_ptr is not None:
+        bias_M = gl.load(bias_ptr + offset + row_M)
+    return bias_M
+
+
+@gluon.jit
+def add_bias(acc, bias_M):
+    """acc [M, N] and the biases of its rows, if any, which may have another layout."""
+    if bias_M is not None:
         layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-        bias_M = gl.load(bias_ptr + offset + row_M).to(gl.float32)
-        acc += gl.convert_layout(bias_M, layout)[:, None]
+        acc += gl.convert_layout(bias_M, layout).to(gl.float32)[:, None]
     return acc
 
 
@@ -218,6 +228,7 @@ def one_up(
     if by_row(W) and EACH == 1:
         tokens = (x_SN, None, tokens[2], (x_ptr, 0 * s))
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
+    bias_M = biases_at(bias_ptr, e.to(gl.int64) * stride_be, row_M)
     acc = product_of(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False,
         False,
@@ -227,7 +238,7 @@ def one_up(
         take_turn(PDL)  # what is added is made by the launch before, and nothing else
         of_adapter = (narrow_ptr, wide_ptr, index_ptr, stride_bg, stride_bf, stride_br)
         acc = add_adapter(acc, e, row_M, pair, 1, 0, of_adapter, E, ADAPTERS, RANK, TR, SIZES)
-    acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
+    acc = add_bias(acc, bias_M)
     h = activated(acc, ACT)
     if weights_ptr is not None and not by_row(W):
         h *= gl.load(weights_ptr + pair).to(gl.float32)
@@ -456,6 +467,7 @@ def up_of_unit(
     t_SN = (token_t * GROUPS)[None, :] + (s_t * part_groups(D, S, W))[:, None]
     tokens = (x_SN, x_scale_ptr, t_SN)
     e_S = e + 0 * gl.arange(0, S, along(words, 0))
+    bias_M = biases_at(bias_ptr, e.to(gl.int64) * stride_be, row_M)
     acc = product_of(
         w_ptr, w_scale_ptr, w_zero_ptr, e_S, row_M, tokens, ROWS, D, S, W, DTYPE, P, SIZES, False,
         False,
@@ -466,7 +478,7 @@ def up_of_unit(
         acc = add_adapter(
             acc, e, row_M, first, count, first, of_adapter, E, ADAPTERS, RANK, TR, SIZES
         )
-    acc = add_bias(acc, bias_ptr, e.to(gl.int64) * stride_be, row_M)
+    acc = add_bias(acc, bias_M)
     h = activated(acc, ACT)
     n = gl.arange(0, N, gl.SliceLayout(0, h.type.layout))
     if weights_ptr is not None and not by_row(W):
