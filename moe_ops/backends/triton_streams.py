@@ -23,8 +23,9 @@ MOST_OF_8, MOST_OF_8_MASKED = 7, 8
 SHORT = 1024  # columns, of which rows of W2 are soon read if they have fewer
 MANY_STEPS = 2**22  # elements of W2, from which on programs have many steps to round a token in
 FEW_PROGRAMS = 512  # of 128 rows, of a GPU with 132 processors
-WARPS_WANTED = 8  # of a processor, in programs of streams that multiply scales into values
-AHEAD_ALONE = 6  # steps that one of few such programs loads ahead
+WARPS_WANTED = 8  # of a processor, in programs of several warps
+AHEAD_ALONE = 6  # steps that a program of one warp loads ahead
+LEAST_ALONE = 768  # columns of W2, of which it has enough steps to load ahead
 
 
 def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
@@ -33,10 +34,22 @@ def of_one(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | No
 
 
 def of_few(x_TD: Tensor, ids_TK: Tensor, layer: Experts, expert_map: Tensor | None) -> Streams:
-    """The tiles of a call of few rows an expert by the tables."""
-    streams = few_streams(mean_rows(ids_TK, layer, expert_map), layer)
+    """The tiles of a call of few rows an expert by the tables. Of float4, where large programs
+    would be few, each warp is one, which loads more steps ahead: of the six layers of
+    `benchmarks/results/invariant_h200.json` the three of such sizes then took 0.84, 0.96 and 0.97
+    of the time for two tokens, and the others 1.01 to 1.05."""
+    streams, (_, D, width) = few_streams(mean_rows(ids_TK, layer, expert_map), layer), layer.sizes
     assert streams is not None, "more rows are those of another path"
-    return streams
+    codes = codes_of(layer)
+    of_float4 = codes.weight.element == "float4_e2m1" and codes.weight.across == 32
+    if not of_float4 or codes.quantizes or D * width >= LARGE or width < LEAST_ALONE:
+        return streams
+    parts = ((streams.up, _rows13(layer)), (streams.down, D))
+    up, down = (
+        stream if _fill(stream, rows, x_TD, ids_TK, layer) else Stream(ahead=AHEAD_ALONE)
+        for stream, rows in parts
+    )
+    return Streams(up=up, down=down)
 
 
 def of_one_in_values(
@@ -71,15 +84,22 @@ def of_few_in_values(
     measured."""
     streams = few_streams(mean_rows(ids_TK, layer, expert_map), layer)
     stream = Stream(MW=4, MT=2, NT=2) if streams is None else streams.up
-    units, wanted = min(ids_TK.numel(), layer.sizes[0]), WARPS_WANTED * processors(x_TD)
     # With as many of uint4 registers would spill.
     alone = Stream(ahead=4 if codes_of(layer).weight.element == "uint4" else AHEAD_ALONE)
 
     def of(rows: int) -> Stream:
-        many = units * math.ceil(rows / stream.rows) * stream.warps >= wanted
-        return replace(stream if many else alone, in_values=True)
+        fills = _fill(stream, rows, x_TD, ids_TK, layer)
+        return replace(stream if fills else alone, in_values=True)
 
     return Streams(up=of(_rows13(layer)), down=of(layer.sizes[1]))
+
+
+def _fill(stream: Stream, rows: int, x_TD: Tensor, ids_TK: Tensor, layer: Experts) -> bool:
+    """Whether programs for so many rows of a weight are enough warps for all processors, if each
+    pair of a token and a choice is of another expert."""
+    units = min(ids_TK.numel(), layer.sizes[0])
+    warps = units * math.ceil(rows / stream.rows) * stream.warps
+    return warps >= WARPS_WANTED * processors(x_TD)
 
 
 def one_streams(K: int, layer: Experts) -> Streams:
