@@ -43,6 +43,7 @@ def measured(rank: int, group: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_a_block_is_measured_on_ranks(tmp_path: Path) -> None:
     processes(2, tmp_path, measured)
 

@@ -27,7 +27,7 @@ def require(to: str) -> None:
         pytest.skip(f"{to} needs {', '.join(missing)}")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.every)])
 def test_one_program_runs_in_onnx_runtime(family: str, tmp_path: Path) -> None:
     require("onnx")
     config = transformers.AutoConfig.for_model(family)

@@ -106,13 +106,10 @@ def test_a_prompt_and_a_step_of_generate(family: str, batch: int, length: int) -
 
 @pytest.mark.parametrize(
     "formats",
-    [
-        ("int4:1x128:bfloat16", ""),
-        pytest.param(BLOCK_FLOAT8, marks=pytest.mark.every),
-        pytest.param(("mxfp4", ""), marks=pytest.mark.every),
-    ],
+    [("int4:1x128:bfloat16", ""), BLOCK_FLOAT8, ("mxfp4", "")],
     ids=lambda formats: formats[0],
 )
+@pytest.mark.every
 def test_quantized_experts_run_on_kernels(formats: tuple[str, str]) -> None:
     """The step of generate has them onto the residual, with their scales."""
     weights, inputs = formats

@@ -57,6 +57,7 @@ def test_kernels_of_prompts_and_steps_are_begun(monkeypatch: pytest.MonkeyPatch)
     assert launched(begun[of_prompts:]) == OF_STEPS
 
 
+@pytest.mark.every
 def test_kernels_of_steps_in_codes_are_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A norm before them is in their launch."""
     begun: list[tuple[PlanAhead, Any]] = []

@@ -33,6 +33,7 @@ from moe_ops.testing import (
     make_layer,
     poisoned,
 )
+from tests.chosen import in_turn
 from tests.kernels.sampled import anywhere, hold, of_the_kit
 
 F16, F32 = torch.float16, torch.float32
@@ -213,8 +214,7 @@ FORMATS = ("int4:1x32", "uint4:1x16", "mxfp4", "nvfp4", "mxfp6_e2m3", "int8:1x32
 CODED = Case(name="coded", T=5, E=4, K=2, D=96, I=64)
 
 
-@each_kernel
-@pytest.mark.parametrize("format", FORMATS)
+@in_turn(each_kernel, pytest.mark.parametrize("format", FORMATS))
 def test_codes(kernel: str, format: str) -> None:
     i = FORMATS.index(format)
     call = coded(format, [*FORMS_BY_NAME][i % len(FORMS)])

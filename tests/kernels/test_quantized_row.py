@@ -57,8 +57,8 @@ def check(got: list[Tensor], call: QuantizedLinearsCall, values: list[Tensor]) -
         assert_close(y.float(), want.float(), TOL)
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @in_turn(
+    pytest.mark.parametrize("format", FORMATS),
     pytest.mark.parametrize("K", [320, 352]),
     pytest.mark.parametrize("sizes", [(33, 1, 20), (5, 16, 7, 31, 9, 1)], ids=str),
     pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_an_infinite_input_gives_what_the_definition_does(format: str) -> None:
     assert torch.equal(got.sign()[~got.isnan()], want.sign()[~want.isnan()])
 
 
-@pytest.mark.parametrize("format", FORMATS)
 @in_turn(
+    pytest.mark.parametrize("format", FORMATS),
     pytest.mark.parametrize("residual", [True, False]),
     pytest.mark.parametrize("shift", [None, 0.0, 1.0], ids=str),
     pytest.mark.parametrize("sizes", [(33, 1), (5, 16, 7, 31, 9)], ids=str),

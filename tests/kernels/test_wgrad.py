@@ -17,6 +17,7 @@ from moe_ops.conformance.memory import surrounded
 from moe_ops.conformance.tensors import strided
 from moe_ops.kernels.triton.wgrad import Tiles, tiles_for, wgrad, wgrad_onto
 from moe_ops.testing import BF16, CASES, DEVICE, F16, F32, TOL, Case, assert_close, poisoned
+from tests.chosen import in_turn
 from tests.kernels.sampled import anywhere, cases, hold, run
 
 HERE = torch.device(DEVICE)
@@ -126,9 +127,11 @@ def test_wrong_ends_read_no_row_outside(ends: list[int]) -> None:
     assert bool(made.isfinite().all())
 
 
-@each_dtype
-@pytest.mark.parametrize(("M", "N"), [(33, 17), (200, 40), (17, 300), (130, 1)])
-@pytest.mark.parametrize("tiles", [SMALL, None], ids=["small", "table"])
+@in_turn(
+    each_dtype,
+    pytest.mark.parametrize(("M", "N"), [(33, 17), (200, 40), (17, 300), (130, 1)]),
+    pytest.mark.parametrize("tiles", [SMALL, None], ids=["small", "table"]),
+)
 def test_calls_give_the_bits_of_results_that_are_added_in_turn(
     M: int, N: int, tiles: Tiles | None, dtype: torch.dtype
 ) -> None:

@@ -62,6 +62,7 @@ def test_gradients_of_compiled_codes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.every
 def test_explain_says_what_runs_adapters_and_why_another_way() -> None:
     model = wrapped(qwen(), "one", "two")
     text = str(moe_ops.explain(model, {"input_ids": ids_of()}))
