@@ -61,9 +61,8 @@ class Path:
     """One way to run a layer: why it does not run a call that its backend supports, or None; what
     of `products/` runs it, as "module:function"; what gives the tiles that this takes, if it takes
     any, "tiles:function" of `triton_tiles.py` or "streams:function" of `triton_streams.py`; its
-    other options; the most tokens that it runs, None for
-    any number; and whether it runs one product of a call that it refuses, of which the plain kernel
-    then runs the other."""
+    other options; the most tokens that it runs, None for any number; and whether it runs one
+    product of a call that it refuses, of which the plain kernel then runs the other."""
 
     name: str
     run: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -47,10 +49,11 @@ def test_a_step_of_layers_in_codes() -> None:
     assert step.table(found).startswith(f"small, 3 tokens, 1 layers, 32 slots, {found.formats}: ")
 
 
-def test_a_layer_writes_its_slot_and_keeps_the_size_of_its_token() -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_writes_its_slot_and_keeps_the_size_of_its_token(biased: bool) -> None:
     device = torch.device("cpu")
     g = torch.Generator().manual_seed(0)
-    attention = step.ATTENTION["small"]
+    attention = replace(step.ATTENTION["small"], biased=biased)
     layer, place = step.make_layer(SMALL, attention, 32, g), step.make_place(attention, 32, device)
     before = layer.keys.clone()
     x = torch.randn(1, SMALL.D, generator=g).bfloat16()
@@ -90,3 +93,24 @@ tiny_down          1.00     23.00                  9.00
 linears_one       15.00     29.00                  6.00
 route             40.00     43.00                 14.00""",
     )
+
+
+def test_every_bias_of_a_layer_and_its_sinks_count() -> None:
+    attention = replace(step.ATTENTION["small"], biased=True)
+    place = step.make_place(attention, 32, torch.device("cpu"))
+    layer = step.make_layer(SMALL, attention, 32, torch.Generator().manual_seed(0))
+    x = torch.randn(1, SMALL.D, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def out(changed: step.StepLayer) -> torch.Tensor:
+        own = replace(changed, keys=layer.keys.clone(), values=layer.values.clone())
+        return step.forward(x, own, SMALL, attention, place)
+
+    want = out(layer)
+    for name in ("qkv", "out", "router"):
+        linears = getattr(layer, name)
+        without = replace(linears, biases=[None] * len(linears.biases))
+        assert not torch.equal(out(replace(layer, **{name: without})), want), name
+    for name in ("b13_EF", "b2_ED"):
+        without = {key: value for key, value in layer.more.items() if key != name}
+        assert not torch.equal(out(replace(layer, more=without)), want), name
+    assert not torch.equal(out(replace(layer, sinks_H=None)), want)
