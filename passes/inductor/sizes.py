@@ -171,13 +171,18 @@ def _attend(
     To choose a kernel that asks whether a mask [B, N, S, tokens seen] has one row for all
     sequences, and only then whether it has one for each. Either will do, but the first question
     leaves a guard, by which a batch of 1 has a graph of its own. So where a mask has a row for each
-    the answer is no, without a guard.
+    of any number of sequences the answer is no, without a guard.
     """
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     with contextlib.ExitStack() as stack:
         if _inside.calls and attn_mask is not None and attn_mask.dim() == 4:
             rows, sequences = attn_mask.shape[0], query.shape[0]
-            if isinstance(rows, torch.SymInt) and _hint(rows) == _hint(sequences):
+            # Where a guard has fixed one sequence, queries have 1 and the mask may have a symbol.
+            if (
+                isinstance(rows, torch.SymInt)
+                and isinstance(sequences, torch.SymInt)
+                and rows.node.hint == sequences.node.hint
+            ):
                 stack.enter_context(_never_one(rows))
         return ATTENTION._op_dk(TRACED, *given, scale=scale, enable_gqa=enable_gqa)
 
@@ -203,11 +208,6 @@ def _never_one(size: torch.SymInt) -> Iterator[None]:
         yield
     finally:
         del env.evaluate_expr  # the one of the class is seen again
-
-
-def _hint(size: int | torch.SymInt) -> Any:
-    """What a size is in the call being compiled."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _denied(

@@ -271,3 +271,21 @@ def test_one_sequence_has_the_graph_of_several_under_a_mask(
         with torch.no_grad():
             torch.testing.assert_close(sizes.call_oblivious(compiled, *given), attend(*given))
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.skipif(not sizes.HAS_OBLIVIOUS, reason="this torch lacks the flag")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_guard_may_fix_one_sequence_before_its_mask_is_read(backend: str) -> None:
+    def attend(x_BSD: Tensor, mask_BSS: Tensor) -> Tensor:
+        if x_BSD.shape[0] == 1:
+            x_BSD = x_BSD + 1
+        q_BHSD = x_BSD.view(x_BSD.shape[0], 5, 2, 8).transpose(1, 2)
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return attention(q_BHSD, q_BHSD, q_BHSD, attn_mask=mask_BSS[:, None])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True)
+    for B in (1, 2, 1):
+        given = torch.randn(B, 5, 16), torch.ones(B, 5, 5).tril() > 0
+        with torch.no_grad():
+            torch.testing.assert_close(sizes.call_oblivious(compiled, *given), attend(*given))
