@@ -71,15 +71,19 @@ def test_sequences_stay_apart() -> None:
 
 
 def test_which_caches_registers_hold(launched: list[str]) -> None:
-    for size, kernel in (
-        ((1, 8, 1, 256, 128, 128), "rope_attention_short"),
-        ((2, 8, 1, 256, 64, 64), "rope_attention_kernel"),
-        ((2, 8, 1, 512, 128, 128), "one_query_kernel"),
-        ((1, 4, 1, 4096, 64, 64), "rope_attention_short"),
-        ((1, 4, 1, 4097, 64, 64), "one_query_kernel"),
-        ((1, 17, 1, 40, 64, 64), "rope_attention_kernel"),
-        ((1, 8, 1, 40, 32, 64), "rope_attention_kernel"),
+    merged = ["rope_attention_short", "one_query_merge"]
+    turned_before = ["one_query_kernel", "one_query_merge"]
+    for size, expected in (
+        ((1, 8, 1, 256, 128, 128), ["rope_attention_short"]),
+        ((2, 8, 1, 256, 64, 64), ["rope_attention_kernel"]),
+        ((2, 8, 1, 257, 64, 64), ["rope_attention_kernel"]),
+        ((1, 8, 1, 257, 64, 64), merged),
+        ((1, 4, 1, 4096, 64, 64), merged),
+        ((1, 4, 1, 4097, 64, 64), turned_before),
+        ((2, 8, 1, 512, 128, 128), turned_before),
+        ((1, 17, 1, 40, 64, 64), ["rope_attention_kernel"]),
+        ((1, 8, 1, 40, 32, 64), ["rope_attention_kernel"]),
     ):
         launched.clear()
         kernels.run(**tensors(size))
-        assert launched[0] == kernel
+        assert launched == expected

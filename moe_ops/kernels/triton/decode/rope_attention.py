@@ -99,16 +99,18 @@ def run_short(
 
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
     out_BHV = q_BHD.new_empty(B, H, DV)
-    parts = 1 if slots <= ALONE else triton.cdiv(slots, OF_A_PART)
-    found, stats = out_BHV, None
+    span = ALONE if OF_A_PART < slots <= ALONE else OF_A_PART
+    parts = triton.cdiv(slots, span)
+    found, stats, sinks = out_BHV, None, sinks_H
     if parts > 1:
         found, stats = one_query.room_for_parts(out_BHV, parts)
+        sinks = None  # the merge adds them
     launch(
         kernels.rope_attention_short, (B * N * parts,),
         q_BHD, k_BND, v_BND, cos_BW, sin_BW, slot, keys_BNSD, values_BNSD, q_gain_D, k_gain_D,
-        mask_BS, sinks_H, found, stats, mask_BS.stride(0), B * H * parts,
+        mask_BS, sinks, found, stats, mask_BS.stride(0), B * H * parts,
         N=N, G=H // N, HEADS=8 if H // N <= 8 else 16, SLOTS=slots,
-        C=16 if slots <= 128 or parts > 1 else 32, PARTS=parts, D=D, DV=DV, W=cos_BW.shape[1],
+        C=span // kernels.SHARES.value, PARTS=parts, D=D, DV=DV, W=cos_BW.shape[1],
         ROWS_OF_ANGLES=cos_BW.shape[0], EPS=eps, SCALE=scale, LEAST=least_of(mask_BS),
         num_warps=kernels.SHARES.value, **pdl_options(q_BHD),
     )  # fmt: skip

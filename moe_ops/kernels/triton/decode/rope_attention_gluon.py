@@ -87,7 +87,7 @@ def rope_attention_short(
 ):  # fmt: skip
     """One program: a sequence and a head of the cache, and one of PARTS of its slots. HEADS is 8 or
     16, no fewer than the G queries of that head. Of several parts out and stats are what
-    `one_query_merge` reads, which adds the sinks."""
+    `one_query_merge` reads, which is given the sinks."""
     S: gl.constexpr = SHARES
     pair = (gl.program_id(0) // PARTS).to(gl.int64)
     part = gl.program_id(0) % PARTS
@@ -137,7 +137,7 @@ def rope_attention_short(
     r = gl.arange(0, HEADS, gl.SliceLayout(1, of_results))
     v = gl.arange(0, DV, gl.SliceLayout(0, of_results))
     sink_R = 0.0
-    if sinks_ptr is not None and PARTS == 1:
+    if sinks_ptr is not None:
         sink_R = gl.load(sinks_ptr + pair % N * G + gl.minimum(r, G - 1)).to(gl.float32)
 
     await_turn(PDL)
@@ -202,7 +202,7 @@ def rope_attention_short(
     new_R = new_held.load(gl.SliceLayout(1, of_results))
     top_R = gl.convert_layout(gl.max(high_SR, 0), new_R.type.layout, assert_trivial=True)
     top_R = gl.maximum(top_R, new_R)
-    if sinks_ptr is not None and PARTS == 1:
+    if sinks_ptr is not None:
         top_R = gl.maximum(top_R, sink_R)
     high_R = top_R
     top_R = gl.where(top_R == float("-inf"), 0.0, top_R)
@@ -216,9 +216,9 @@ def rope_attention_short(
     out_RV = gl.sum(share_SR[:, :, None] * parts_held.load(of_parts), 0)
     own_V = gl.where(mine, new_V.to(gl.float32), 0.0)
     out_RV += own_R[:, None] * own_V[None, :]
+    if sinks_ptr is not None:
+        total_R += gl.exp(sink_R - top_R)
     if PARTS == 1:
-        if sinks_ptr is not None:
-            total_R += gl.exp(sink_R - top_R)
         out_RV = out_RV / total_R[:, None]
     row_R = (pair * G + r) * PARTS + part
     out_RV = out_RV.to(out_ptr.dtype.element_ty)
