@@ -93,8 +93,9 @@ def run_short(
     keys_BNSD: Tensor, values_BNSD: Tensor, mask_BS: Tensor, scale: float,
     q_gain_D: Tensor | None, k_gain_D: Tensor | None, eps: float, sinks_H: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """`run` on Hopper for what `fits_registers`. Of one sequence it was faster on an H200 than the
-    launch of any cache that shared memory holds, of eight slower."""
+    """`run` on Hopper for what `fits_registers`. Of one sequence with up to ALONE slots it was
+    faster on an H200 than the launch of any cache that shared memory holds, of eight slower. What
+    programs that share a head take is not measured."""
     from moe_ops.kernels.triton.decode import rope_attention_gluon as kernels
 
     (B, H, D), (N, slots, DV) = q_BHD.shape, values_BNSD.shape[1:]
